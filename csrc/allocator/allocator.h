@@ -1,0 +1,26 @@
+/* allocator.h - what arena.c needs of the allocator chosen at configure time: a heap whose memory comes from a space. */
+#ifndef JH_ALLOCATOR_H
+#define JH_ALLOCATOR_H
+
+#include "../region.h"
+
+typedef struct jh_heap jh_heap;
+
+/* Loads and checks the allocator once; tells the space how extents will be asked for. 0 or an error, recorded. */
+int jh_heap_prepare(jh_space *space);
+int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **heap);
+/* Ends all thread caches, then the heap, if no block lives: afterwards no hook runs any more. -EBUSY, not recorded,
+ * with *active bytes still in use. */
+int jh_heap_destroy(jh_heap *heap, uint64_t *active);
+/* alignment: a power of two. *region is the region of the block. NULL, not recorded. */
+void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jh_region **region);
+/* Grows or shrinks the block in place to `size` bytes, if that can be done. */
+bool jh_heap_resize(jh_heap *heap, void *p, size_t size);
+void jh_heap_free(jh_heap *heap, void *p);
+size_t jh_heap_usable(const void *p);
+/* Gives every free page back to the space; with the calling thread's cache if `flush`. */
+void jh_heap_purge(jh_heap *heap, bool flush);
+/* active, dirty, muzzy, abandoned, allocated */
+void jh_heap_stats(jh_heap *heap, jemhooks_stats *stats);
+
+#endif

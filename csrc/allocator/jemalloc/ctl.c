@@ -1,0 +1,98 @@
+/* ctl.c - mallctl: which jemalloc this is, what it can do, and its controls by mib.
+ * Features are detected by name at run time; version macros can read 0.0.0, and the header need not be the library's.
+ * Concurrency: everything is read once, under pthread_once, and constant afterwards.                                */
+#include "jemalloc.h"
+#include "../../error.h"
+
+#include <string.h>
+
+#define MIB_DEPTH 7
+
+static const char *const names[JH_CTL_COUNT] = {
+    [JH_CTL_PURGE] = "arena.0.purge",
+    [JH_CTL_DESTROY] = "arena.0.destroy",
+    [JH_CTL_DIRTY_DECAY] = "arena.0.dirty_decay_ms",
+    [JH_CTL_MUZZY_DECAY] = "arena.0.muzzy_decay_ms",
+    [JH_CTL_OVERSIZE] = "arena.0.oversize_threshold",
+    [JH_CTL_GROW_LIMIT] = "arena.0.retain_grow_limit",
+    [JH_CTL_PACTIVE] = "stats.arenas.0.pactive",
+    [JH_CTL_PDIRTY] = "stats.arenas.0.pdirty",
+    [JH_CTL_PMUZZY] = "stats.arenas.0.pmuzzy",
+    [JH_CTL_ABANDONED] = "stats.arenas.0.abandoned_vm",
+    [JH_CTL_SMALL_ALLOCATED] = "stats.arenas.0.small.allocated",
+    [JH_CTL_LARGE_ALLOCATED] = "stats.arenas.0.large.allocated",
+};
+
+jh_features jh_jemalloc;
+static struct {
+    size_t mib[MIB_DEPTH];
+    size_t depth; /* 0: this jemalloc lacks the control */
+    size_t index; /* where in mib the arena's index is  */
+} mibs[JH_CTL_COUNT];
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static bool exists(const char *name) {
+    size_t mib[MIB_DEPTH], depth = MIB_DEPTH;
+    return !je_mallctlnametomib(name, mib, &depth);
+}
+
+static bool option(const char *name) {
+    bool value = false;
+    size_t size = sizeof value;
+    return !je_mallctl(name, &value, &size, NULL, 0) && value;
+}
+
+static bool junk(void) { /* a string in 5.x: "false", "alloc", "free" or "true" */
+    const char *value = "false";
+    size_t size = sizeof value;
+    return !je_mallctl("opt.junk", &value, &size, NULL, 0) && strcmp(value, "false");
+}
+
+static void load(void) {
+    size_t size = sizeof jh_jemalloc.version;
+    if (je_mallctl("version", &jh_jemalloc.version, &size, NULL, 0)) jh_jemalloc.version = "unknown";
+    for (int i = 0; i < JH_CTL_COUNT; i++) {
+        mibs[i].depth = MIB_DEPTH;
+        mibs[i].index = strncmp(names[i], "stats.", 6) ? 1 : 2;
+        if (je_mallctlnametomib(names[i], mibs[i].mib, &mibs[i].depth)) mibs[i].depth = 0;
+    }
+    jh_jemalloc.retain = option("opt.retain");
+    jh_jemalloc.metadata_outside = exists("experimental.arenas_create_ext");
+    jh_jemalloc.bounds_growth = mibs[JH_CTL_GROW_LIMIT].depth;
+    jh_jemalloc.touches = junk() || option("opt.zero");
+}
+
+int jh_ctl_load(void) {
+    pthread_once(&once, load);
+    if (!exists("arena.0.extent_hooks") || !strncmp(jh_jemalloc.version, "5.0.0-", 6))
+        return jh_fail(JEMHOOKS_ERROR_LOAD, ENOTSUP, "jemalloc %s cannot be hooked: 5.0.0 grows by its default hooks and 4.x "
+                       "has chunk hooks; install jemalloc 5.0.1 or later", jh_jemalloc.version);
+    if (!jh_jemalloc.metadata_outside && option("opt.zero"))
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOTSUP, "jemalloc %s with opt.zero clears memory behind the hooks' back; remove "
+                       "zero:true from MALLOC_CONF or install jemalloc 5.3", jh_jemalloc.version);
+    return 0;
+}
+
+int jh_ctl_arena(enum jh_ctl ctl, unsigned index, void *old, size_t *old_size, void *new, size_t new_size) {
+    if (!mibs[ctl].depth) return -ENOENT;
+    size_t mib[MIB_DEPTH];
+    memcpy(mib, mibs[ctl].mib, sizeof mib);
+    mib[mibs[ctl].index] = index;
+    return -je_mallctlbymib(mib, mibs[ctl].depth, old, old_size, new, new_size);
+}
+
+size_t jh_ctl_stat(enum jh_ctl ctl, unsigned index) {
+    size_t value = 0, size = sizeof value;
+    return jh_ctl_arena(ctl, index, &value, &size, NULL, 0) ? 0 : value;
+}
+
+void jh_ctl_epoch(void) {
+    uint64_t epoch = 1;
+    size_t size = sizeof epoch;
+    je_mallctl("epoch", &epoch, &size, &epoch, sizeof epoch);
+}
+
+const char *jemhooks_allocator_version(void) {
+    pthread_once(&once, load);
+    return jh_jemalloc.version;
+}

@@ -1,0 +1,116 @@
+/* jemalloc.h - the private declarations of this folder: all that knows jemalloc.
+ * JEMALLOC_NO_DEMANGLE maps je_ names to whatever the library's real names are. In a process that loaded jemalloc
+ * privately malloc and free are libc's, so only the non-standard names (mallocx, mallctl, …) may be called. */
+#ifndef JH_JEMALLOC_H
+#define JH_JEMALLOC_H
+
+#define JEMALLOC_NO_DEMANGLE
+#include <jemalloc/jemalloc.h>
+
+#include "../allocator.h"
+
+/* ---- ctl.c ------------------------------------------------------------------------------------------------------ */
+
+/* Per-arena controls, looked up once by name. */
+enum jh_ctl {
+    JH_CTL_PURGE,
+    JH_CTL_DESTROY,
+    JH_CTL_DIRTY_DECAY,
+    JH_CTL_MUZZY_DECAY,
+    JH_CTL_OVERSIZE,   /* 5.3 and later */
+    JH_CTL_GROW_LIMIT, /* 5.1 and later */
+    JH_CTL_PACTIVE,
+    JH_CTL_PDIRTY,
+    JH_CTL_PMUZZY,
+    JH_CTL_ABANDONED,
+    JH_CTL_SMALL_ALLOCATED,
+    JH_CTL_LARGE_ALLOCATED,
+    JH_CTL_COUNT
+};
+
+typedef struct jh_features {
+    const char *version;
+    bool retain;            /* opt.retain: jemalloc keeps address space and asks in growing steps            */
+    bool metadata_outside;  /* arenas can keep their own metadata out of hook memory (5.3 and later)         */
+    bool bounds_growth;     /* retain_grow_limit exists                                                      */
+    bool touches;           /* opt.junk or opt.zero: jemalloc writes to what it hands out                    */
+} jh_features;
+extern jh_features jh_jemalloc;
+
+/* Reads the features once. 0 or an error, recorded. */
+int jh_ctl_load(void);
+/* mallctl on arena `index`: 0 or -errno; -ENOENT where this jemalloc lacks the control. */
+int jh_ctl_arena(enum jh_ctl ctl, unsigned index, void *old, size_t *old_size, void *new, size_t new_size);
+/* A size_t statistic of arena `index`, as of the last jh_ctl_epoch(); 0 where it is lacking. */
+size_t jh_ctl_stat(enum jh_ctl ctl, unsigned index);
+void jh_ctl_epoch(void);
+
+/* ---- extent_hooks.c --------------------------------------------------------------------------------------------- */
+
+typedef struct jh_extent_hooks jh_extent_hooks;
+struct jh_extent_hooks { /* extent_hooks_t of jemalloc 5, declared here so that any header version will do */
+    void *(*alloc)(jh_extent_hooks *, void *new_addr, size_t size, size_t alignment, bool *zero, bool *commit, unsigned arena);
+    bool (*dalloc)(jh_extent_hooks *, void *addr, size_t size, bool committed, unsigned arena);
+    void (*destroy)(jh_extent_hooks *, void *addr, size_t size, bool committed, unsigned arena);
+    bool (*commit)(jh_extent_hooks *, void *addr, size_t size, size_t offset, size_t length, unsigned arena);
+    bool (*decommit)(jh_extent_hooks *, void *addr, size_t size, size_t offset, size_t length, unsigned arena);
+    bool (*purge_lazy)(jh_extent_hooks *, void *addr, size_t size, size_t offset, size_t length, unsigned arena);
+    bool (*purge_forced)(jh_extent_hooks *, void *addr, size_t size, size_t offset, size_t length, unsigned arena);
+    bool (*split)(jh_extent_hooks *, void *addr, size_t size, size_t size_a, size_t size_b, bool committed, unsigned arena);
+    bool (*merge)(jh_extent_hooks *, void *addr_a, size_t size_a, void *addr_b, size_t size_b, bool committed, unsigned arena);
+};
+
+/* One jemalloc arena. jemalloc keeps a pointer to `hooks`, so a shard lives as long as its arena. */
+typedef struct jh_shard {
+    jh_extent_hooks hooks; /* first: a hook finds its shard by it */
+    jh_space *space;
+    unsigned index;
+    atomic_size_t bound;   /* larger extents are refused (jemalloc then asks for the exact size); 0: jemalloc bounds itself */
+} jh_shard;
+
+extern const jh_extent_hooks jh_extent_hooks_5;
+
+/* ---- tcache.c --------------------------------------------------------------------------------------------------- */
+
+typedef struct jh_tcache jh_tcache;
+
+struct jh_heap {
+    jh_space *space;
+    atomic_ullong serial;  /* names this heap in every thread's table; a new one makes all of them look again */
+    unsigned slot;         /* its place in those tables          */
+    unsigned shards;
+    atomic_uint turn;      /* which shard the next thread gets   */
+    jh_tcache *caches;     /* guarded by tcache.c's lock         */
+    jh_shard shard[];
+};
+
+/* A heap enters and leaves the threads' tables. -EAGAIN: 4,095 heaps exist. */
+int jh_tcache_enter(jh_heap *heap);
+void jh_tcache_leave(jh_heap *heap);
+/* Ends every thread's cache of this heap; no one may be using it. */
+void jh_tcache_end_all(jh_heap *heap);
+/* Empties the calling thread's cache of this heap. */
+void jh_tcache_flush(jh_heap *heap);
+
+typedef struct jh_thread {
+    unsigned size;
+    struct jh_thread_entry {
+        unsigned long long serial;
+        int flags;         /* MALLOCX_ARENA | MALLOCX_TCACHE for this thread and heap */
+    } *entry;
+    jh_tcache *caches;     /* guarded by tcache.c's lock */
+} jh_thread;
+extern _Thread_local jh_thread *jh_this_thread;
+
+/* The flags for a heap that the calling thread has not used yet. */
+int jh_tcache_make(jh_heap *heap);
+
+static inline int jh_tcache_flags(jh_heap *heap) {
+    jh_thread *t = jh_this_thread;
+    if (t && heap->slot < t->size &&
+        t->entry[heap->slot].serial == atomic_load_explicit(&heap->serial, memory_order_relaxed))
+        return t->entry[heap->slot].flags;
+    return jh_tcache_make(heap);
+}
+
+#endif

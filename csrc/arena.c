@@ -1,0 +1,354 @@
+/* arena.c - the public face: arenas and the blocks in them, over whichever allocator was configured.
+ * Everything that may not happen inside a hook happens here, before or after the call into the allocator: registration,
+ * purging for one retry, error texts.
+ * Concurrency: any thread, any time; jemhooks_arena_destroy() when no one else uses the arena.                      */
+#include "allocator/allocator.h"
+#include "error.h"
+#include "fork.h"
+#include "pagemap.h"
+#include "registrar/registrar.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MAX_ALIGNMENT ((size_t)1 << 30)
+#define MAX_REGION ((size_t)1 << 30)
+#define MAX_SHARDS 64
+#define ALL_ACCESS 63u
+
+struct jemhooks_arena {
+    jh_space space;
+    jh_heap *heap;
+    char name[64];
+};
+
+/* ---- create and destroy ---------------------------------------------------------------------------------------- */
+
+static int check_config(const char *name, const jemhooks_config *c) {
+    if (c->policy < JEMHOOKS_LAZY || c->policy > JEMHOOKS_NONE)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': policy %d is not one of JEMHOOKS_LAZY, _EAGER, _NONE", name,
+                       c->policy);
+    if (c->access & ~ALL_ACCESS)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': access 0x%x has bits beyond 0x%x; use the JEMHOOKS_ access "
+                       "flags", name, c->access, ALL_ACCESS);
+    if (c->registrar_count > JEMHOOKS_MAX_RAILS || (c->registrar_count && !c->registrars))
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': %u registrars at %p; give an array of at most %d", name,
+                       c->registrar_count, (const void *)c->registrars, JEMHOOKS_MAX_RAILS);
+    for (unsigned i = 0; i < c->registrar_count; i++)
+        if (!c->registrars[i])
+            return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': registrar %u is NULL", name, i);
+    if (!c->registrar_count && c->policy != JEMHOOKS_NONE)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': policy lazy or eager needs a registrar; give one, or policy "
+                       "none", name);
+    if (!c->shards || c->shards > MAX_SHARDS)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': %u shards is not one of 1 to %d", name, c->shards, MAX_SHARDS);
+    if (c->region_min < JH_SLOT || c->region_min % JH_SLOT || c->region_max % JH_SLOT || c->region_max < c->region_min ||
+        c->region_max > MAX_REGION)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': regions from %zu to %zu bytes; both must be multiples of 2 MiB, "
+                       "the first not above the second, the second at most 1 GiB", name, c->region_min, c->region_max);
+    if (c->dirty_decay_ms < JEMHOOKS_DECAY_DEFAULT || c->muzzy_decay_ms < JEMHOOKS_DECAY_DEFAULT)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': decay times of %zd and %zd ms; 0 is at once, -1 never, "
+                       "JEMHOOKS_DECAY_DEFAULT jemalloc's own", name, c->dirty_decay_ms, c->muzzy_decay_ms);
+    return 0;
+}
+
+/* The largest region that every registrar takes; 0 or an error, recorded. */
+static int find_region_limit(jemhooks_arena *a) {
+    jh_space *s = &a->space;
+    s->region_limit = SIZE_MAX;
+    for (unsigned i = 0; i < s->rails.count && s->rails.policy != JEMHOOKS_NONE; i++) {
+        const jemhooks_registrar *g = s->rails.registrar[i];
+        jemhooks_limits limits = {0, 0};
+        if (g->ops->limits) g->ops->limits(g->self, &limits);
+        size_t most = limits.max_mr_size / s->provider->page * s->provider->page;
+        size_t least = s->provider->whole ? s->provider->whole : s->provider->page;
+        if (limits.max_mr_size && most < least)
+            return jh_fail(JEMHOOKS_ERROR_CONFIG, E2BIG, "arena '%s': registrar %s registers at most %zu bytes at a time, and "
+                           "regions of this %s provider have at least %zu", a->name, g->ops->name, (size_t)limits.max_mr_size,
+                           s->provider->ops->name, least);
+        if (limits.max_mr_size && most < s->region_limit) s->region_limit = most;
+    }
+    if (s->region_max > s->region_limit) s->region_max = s->region_limit;
+    if (s->growth > s->region_max) s->growth = s->region_max;
+    return 0;
+}
+
+static void arena_free(jemhooks_arena *a) {
+    for (unsigned i = 0; i < a->space.rails.count; i++) jemhooks_registrar_close(a->space.rails.registrar[i]);
+    jemhooks_provider_close(a->space.provider);
+    free(a);
+}
+
+static int arena_open(jemhooks_arena *a, jemhooks_config *c) {
+    jh_space *s = &a->space;
+    int rc = find_region_limit(a);
+    if (rc || (rc = jh_heap_prepare(s))) return rc;
+    if (jh_pagemap_reserve())
+        return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "arena '%s': cannot reserve 1 GiB of address space for the page map; raise "
+                       "the address space limit (ulimit -v)", a->name);
+    if (s->provider->ops->move_in && (rc = s->provider->ops->move_in(s->provider))) return rc;
+    if (!(rc = jh_space_open(s))) {
+        c->region_max = s->region_max;
+        if (!(rc = jh_space_map_whole(s)) && !(rc = jh_heap_create(s, c, &a->heap))) return 0;
+        jh_space_close(s);
+    }
+    if (s->provider->ops->move_out) s->provider->ops->move_out(s->provider);
+    return rc;
+}
+
+int jemhooks_arena_create(const jemhooks_config *config, jemhooks_arena **arena) {
+    jemhooks_config c = JEMHOOKS_CONFIG_INIT;
+    if (!arena) return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena: nowhere to put the arena (NULL)");
+    int rc = jh_config_read(&c, sizeof c, config, "arena");
+    if (rc) return rc;
+    const char *name = c.name ? c.name : "arena";
+    if ((rc = check_config(name, &c))) return rc;
+    jemhooks_arena *a = calloc(1, sizeof *a);
+    if (!a) return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "arena '%s': no memory for the arena itself", name);
+    snprintf(a->name, sizeof a->name, "%s", name);
+    jh_space *s = &a->space;
+    s->arena = a;
+    s->growth = c.region_min;
+    s->region_max = c.region_max;
+    s->rails.name = a->name;
+    s->rails.epoch = atomic_load(&jh_fork_epoch);
+    s->rails.policy = c.policy;
+    s->rails.access = c.access;
+    if (c.access & (JEMHOOKS_REMOTE_WRITE | JEMHOOKS_REMOTE_ATOMIC)) s->rails.access |= JEMHOOKS_LOCAL_WRITE;
+    if (c.provider)
+        jh_provider_keep(s->provider = c.provider);
+    else if ((rc = jemhooks_provider_anonymous(NULL, &s->provider)))
+        goto fail;
+    for (; s->rails.count < c.registrar_count; s->rails.count++)
+        jh_registrar_keep(s->rails.registrar[s->rails.count] = c.registrars[s->rails.count]);
+    if ((rc = arena_open(a, &c))) goto fail;
+    *arena = a;
+    return 0;
+fail:
+    arena_free(a);
+    return rc;
+}
+
+static int null_arena(const char *call) {
+    return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "%s: the arena is NULL", call);
+}
+
+static int frozen(const char *call, const jemhooks_arena *a) {
+    return jh_fail(JEMHOOKS_ERROR_FORK, ECHILD, "%s: arena '%s' was made before the fork and is frozen in this process; make an "
+                   "arena here", call, a->name);
+}
+
+/* 0 if the arena can be used here. */
+static int usable(const char *call, const jemhooks_arena *a) {
+    if (!a) return null_arena(call);
+    return jh_frozen(a->space.rails.epoch) ? frozen(call, a) : 0;
+}
+
+int jemhooks_arena_destroy(jemhooks_arena *a) {
+    int rc;
+    if (!a) return 0;
+    if ((rc = usable("jemhooks_arena_destroy", a))) return rc;
+    size_t leases = jh_space_leases(&a->space);
+    if (leases)
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': %zu leases are held; release them before destroying it", a->name,
+                       leases);
+    uint64_t active;
+    if (jh_heap_destroy(a->heap, &active))
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': blocks in %llu bytes of pages are still allocated; free them "
+                       "before destroying it", a->name, (unsigned long long)active);
+    rc = jh_space_close(&a->space);
+    if (a->space.provider->ops->move_out) a->space.provider->ops->move_out(a->space.provider);
+    arena_free(a);
+    return rc;
+}
+
+/* ---- blocks ----------------------------------------------------------------------------------------------------- */
+
+static void *refused(const char *call, jemhooks_arena *a, size_t size) {
+    jh_space *s = &a->space;
+    int err = atomic_load(&s->map_error);
+    if (size > s->region_limit)
+        jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: %zu bytes from arena '%s' cannot lie in one registration: its registrars take "
+                "at most %zu bytes", call, size, a->name, s->region_limit);
+    else if (s->provider->whole)
+        jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no room for %zu bytes in arena '%s': its %s range has %zu bytes, of which %zu "
+                "are in use; free blocks or give it a larger range", call, size, a->name, s->provider->ops->name,
+                s->provider->whole, jh_space_committed(s));
+    else
+        jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no memory for %zu bytes in arena '%s' (%zu bytes mapped): the %s provider "
+                "failed with %s%s", call, size, a->name, (size_t)atomic_load(&s->mapped), s->provider->ops->name,
+                strerror(err ? err : ENOMEM),
+                s->provider->page > JH_PAGE ? "; reserve huge pages (vm.nr_hugepages) or use ordinary ones"
+                                            : "; free memory, or raise the limits (ulimit -v, vm.max_map_count)");
+    return NULL;
+}
+
+static int bad_size(const char *call, const jemhooks_arena *a, size_t size) {
+    return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "%s: %zu bytes from arena '%s'; a size is 1 to %zu", call, size, a->name,
+                   (size_t)PTRDIFF_MAX);
+}
+
+/* An allocation with everything around it. */
+static void *allocate(const char *call, jemhooks_arena *a, size_t size, size_t alignment, bool zero) {
+    if (usable(call, a)) return NULL;
+    if (size - 1 >= PTRDIFF_MAX) return bad_size(call, a, size), NULL;
+    if (!alignment || alignment & (alignment - 1) || alignment > MAX_ALIGNMENT)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "%s: alignment %zu is not a power of two of at most 1 GiB", call, alignment),
+               NULL;
+    if (zero && !a->space.provider->host_accessible)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EOPNOTSUPP, "%s: arena '%s' is over memory that the host cannot touch, so it cannot "
+                       "be cleared; allocate without zeroing", call, a->name), NULL;
+    jh_region *r;
+    void *p = jh_heap_alloc(a->heap, size, alignment, zero, &r);
+    if (!p && size <= a->space.region_limit) { /* dirty pages may be in the way */
+        jh_heap_purge(a->heap, true);
+        p = jh_heap_alloc(a->heap, size, alignment, zero, &r);
+    }
+    if (!p) return refused(call, a, size);
+    if (a->space.rails.policy == JEMHOOKS_EAGER && jh_state(&r->registration.hot) != JEMHOOKS_REGISTERED &&
+        jh_register(&r->registration)) {
+        jh_heap_free(a->heap, p);
+        return NULL;
+    }
+    return p;
+}
+
+void *jemhooks_alloc(jemhooks_arena *arena, size_t size) {
+    return allocate("jemhooks_alloc", arena, size, 1, false);
+}
+
+static void *allocate_zeroed(const char *call, jemhooks_arena *a, size_t alignment, size_t count, size_t size) {
+    size_t bytes;
+    if (__builtin_mul_overflow(count, size, &bytes))
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EOVERFLOW, "%s: %zu times %zu bytes overflow", call, count, size), NULL;
+    return allocate(call, a, bytes, alignment, true);
+}
+
+void *jemhooks_calloc(jemhooks_arena *arena, size_t count, size_t size) {
+    return allocate_zeroed("jemhooks_calloc", arena, 1, count, size);
+}
+
+void *jemhooks_aligned_alloc(jemhooks_arena *arena, size_t alignment, size_t size) {
+    return allocate("jemhooks_aligned_alloc", arena, size, alignment, false);
+}
+
+void *jemhooks_aligned_calloc(jemhooks_arena *arena, size_t alignment, size_t count, size_t size) {
+    return allocate_zeroed("jemhooks_aligned_calloc", arena, alignment, count, size);
+}
+
+/* The arena of a pointer that a caller gave us. */
+static jemhooks_arena *owner(const char *call, const void *p) {
+    jh_region *r = jh_region_at(p);
+    if (r) return r->space->arena;
+    jh_fail(JEMHOOKS_ERROR_NOT_OURS, ENOENT, "%s: address %p lies in no region of any arena; nothing was done", call, p);
+    return NULL;
+}
+
+int jemhooks_free(void *p) {
+    if (!p) return 0;
+    jemhooks_arena *a = owner("jemhooks_free", p);
+    if (!a) return -ENOENT;
+    if (!jh_frozen(a->space.rails.epoch)) jh_heap_free(a->heap, p);
+    return 0;
+}
+
+int jemhooks_free_sized(void *p, size_t size) {
+    if (!p) return 0;
+    jemhooks_arena *a = owner("jemhooks_free_sized", p);
+    if (!a) return -ENOENT;
+    if (jh_frozen(a->space.rails.epoch)) return 0;
+    size_t have = jh_heap_usable(p);
+    if (!size || size > have)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_free_sized: the block at %p has %zu bytes, not %zu; it was not "
+                       "freed", p, have, size);
+    jh_heap_free(a->heap, p);
+    return 0;
+}
+
+size_t jemhooks_usable_size(const void *p) {
+    jemhooks_arena *a = p ? owner("jemhooks_usable_size", p) : NULL;
+    if (!a || usable("jemhooks_usable_size", a)) return 0;
+    return jh_heap_usable(p);
+}
+
+/* Not rallocx: it has given the old block up when the new one turns out not to be registrable. */
+void *jemhooks_realloc(jemhooks_arena *arena, void *p, size_t size) {
+    static const char call[] = "jemhooks_realloc";
+    if (!p) return allocate(call, arena, size, 1, false);
+    if (usable(call, arena)) return NULL;
+    jemhooks_arena *a = owner(call, p);
+    if (!a) return NULL;
+    if (a != arena)
+        return jh_fail(JEMHOOKS_ERROR_NOT_OURS, ENOENT, "%s: the block at %p is of arena '%s', not of '%s'", call, p, a->name,
+                       arena->name), NULL;
+    if (size - 1 >= PTRDIFF_MAX) return bad_size(call, a, size), NULL;
+    if (jh_heap_resize(a->heap, p, size)) return p;
+    if (!a->space.provider->host_accessible)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EOPNOTSUPP, "%s: the block at %p cannot grow to %zu bytes in place, and the host "
+                       "cannot copy memory of arena '%s'; allocate a new block and copy by device", call, p, size, a->name), NULL;
+    void *q = allocate(call, a, size, 1, false);
+    if (!q) return NULL;
+    size_t have = jh_heap_usable(p);
+    memcpy(q, p, have < size ? have : size);
+    jh_heap_free(a->heap, p);
+    return q;
+}
+
+/* ---- the arena as a whole ---------------------------------------------------------------------------------------- */
+
+int jemhooks_trim(jemhooks_arena *arena, size_t *released) {
+    size_t bytes = 0;
+    int rc = usable("jemhooks_trim", arena);
+    if (rc) return rc;
+    jh_heap_purge(arena->heap, true);
+    rc = jh_space_trim(&arena->space, &bytes);
+    if (released) *released = bytes;
+    return rc;
+}
+
+int jemhooks_regions(jemhooks_arena *arena, jemhooks_region_info *info, size_t *count) {
+    int rc = usable("jemhooks_regions", arena);
+    if (rc) return rc;
+    if (!count || (*count && !info))
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_regions: NULL array or count");
+    size_t n = 0;
+    for (jh_region *r = atomic_load(&arena->space.regions); r; r = r->next, n++) {
+        if (n >= *count) continue;
+        const jemhooks_region *hot = &r->registration.hot;
+        pthread_mutex_lock(&r->registration.pages.lock);
+        uint64_t word = __atomic_load_n(&hot->word, __ATOMIC_RELAXED);
+        info[n] = (jemhooks_region_info){hot->base, hot->length, r->registration.pages.committed * JH_PAGE, hot->lkey, hot->rkey,
+                                         hot->remote_base, hot->generation, (uint32_t)(word & 255), (uint32_t)(word >> 8)};
+        pthread_mutex_unlock(&r->registration.pages.lock);
+    }
+    *count = n;
+    return 0;
+}
+
+int jemhooks_get_stats(jemhooks_arena *arena, jemhooks_stats *stats) {
+    int rc = usable("jemhooks_get_stats", arena);
+    if (rc) return rc;
+    if (!stats || stats->size < sizeof stats->size)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_get_stats: set the size field of the struct to its sizeof");
+    jh_space *s = &arena->space;
+    jemhooks_stats now = {
+        .size = stats->size,
+        .regions = atomic_load(&s->region_count),
+        .mapped = atomic_load(&s->mapped),
+        .committed = jh_space_committed(s),
+        .registered = atomic_load(&s->rails.registered),
+        .registered_peak = atomic_load(&s->rails.registered_peak),
+        .registrations = atomic_load(&s->rails.registrations),
+        .deregistrations = atomic_load(&s->rails.deregistrations),
+        .registration_failures = atomic_load(&s->rails.failures),
+    };
+    jh_heap_stats(arena->heap, &now);
+    if (stats->size > sizeof now) memset((char *)stats + sizeof now, 0, stats->size - sizeof now);
+    memcpy(stats, &now, stats->size < sizeof now ? stats->size : sizeof now);
+    return 0;
+}
+
+size_t jemhooks_stranded_bytes(void) {
+    return atomic_load(&jh_stranded);
+}

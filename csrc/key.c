@@ -1,0 +1,134 @@
+/* key.c - what users ask of a pointer: its key, its region, a lease on it.
+ * Concurrency: a registered region is read without a lock; anything else goes through registration.c. */
+#include "error.h"
+#include "fork.h"
+#include "region.h"
+
+static int not_ours(const char *call, const void *p) {
+    return jh_fail(JEMHOOKS_ERROR_NOT_OURS, ENOENT, "%s: address %p lies in no region of any arena; allocate it from an arena "
+                   "or make its range one with a fixed provider", call, p);
+}
+
+/* The registration of live address p, that may be registered. NULL with *rc, recorded. */
+static jh_registration *find(const char *call, const void *p, int *rc) {
+    jh_registration *r = (jh_registration *)jemhooks_region_of(p);
+    if (!r)
+        *rc = not_ours(call, p);
+    else if (jh_frozen(r->rails->epoch))
+        *rc = jh_fail(JEMHOOKS_ERROR_FORK, ECHILD, "%s: %p belongs to arena '%s' of the parent process, frozen in this one "
+                      "since the fork; make an arena here", call, p, r->rails->name);
+    else if (r->rails->policy == JEMHOOKS_NONE)
+        *rc = jh_fail(JEMHOOKS_ERROR_REGISTRATION, EOPNOTSUPP, "%s: %p belongs to arena '%s', whose policy is none: it is "
+                      "never registered; make the arena with policy lazy or eager", call, p, r->rails->name);
+    else
+        return r;
+    return NULL;
+}
+
+jemhooks_region *jemhooks_find_region(const void *p) {
+    return jemhooks_region_of(p);
+}
+
+/* Until a process is forked there are no frozen arenas, so the plain look-up is enough. */
+static int slow_key(const char *call, const void *p, jemhooks_key *key) {
+    for (;;) {
+        int rc;
+        jemhooks_key k;
+        jh_registration *r = find(call, p, &rc);
+        if (!r || (rc = jh_register(r))) return rc;
+        if (jemhooks_lookup(p, &k)) continue; /* deregistered again: its block was freed meanwhile */
+        *key = k;
+        return 0;
+    }
+}
+
+int jemhooks_get_key(const void *p, jemhooks_key *key) {
+    jemhooks_key k;
+    if (!key) return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_get_key: nowhere to put the key (NULL)");
+    if (atomic_load_explicit(&jh_fork_epoch, memory_order_relaxed) || jemhooks_lookup(p, &k))
+        return slow_key("jemhooks_get_key", p, key);
+    *key = k;
+    return 0;
+}
+
+int jemhooks_get_keys(size_t n, const uint64_t *addresses, jemhooks_key *keys, size_t *done) {
+    int rc = n && (!addresses || !keys) ? jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_get_keys: NULL array of %zu "
+                                                  "elements", n) : 0;
+    size_t i = 0;
+    while (!rc && i < n && !(rc = jemhooks_get_key((const void *)(uintptr_t)addresses[i], &keys[i]))) i++;
+    if (done) *done = i;
+    return rc;
+}
+
+/* The registration of rail `rail` at p, with the key of the first rail, which tells its generation. */
+static int rail(const char *call, const void *p, unsigned number, jemhooks_mr *mr, jemhooks_key *key) {
+    for (;;) {
+        int rc = slow_key(call, p, key);
+        if (rc) return rc;
+        jh_registration *r = (jh_registration *)jemhooks_region_of(p);
+        if (!r) return not_ours(call, p);
+        if (number >= r->rails->count)
+            return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "%s: arena '%s' has %u registrars; %u is not one of 0 to %u", call,
+                           r->rails->name, r->rails->count, number, r->rails->count - 1);
+        pthread_mutex_lock(&r->pages.lock);
+        bool same = r->hot.generation == key->generation, live = number < r->live;
+        if (same && live) *mr = r->mr[number];
+        pthread_mutex_unlock(&r->pages.lock);
+        if (same && !live)
+            return jh_fail(JEMHOOKS_ERROR_REGISTRATION, EIO, "%s: registrar %u of arena '%s' failed to deregister earlier and "
+                           "has no usable key for %p", call, number, r->rails->name, p);
+        if (same) return 0;
+    }
+}
+
+int jemhooks_get_rail_key(const void *p, unsigned number, jemhooks_key *key) {
+    jemhooks_mr mr;
+    jemhooks_key k;
+    if (!key) return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_get_rail_key: nowhere to put the key (NULL)");
+    int rc = rail("jemhooks_get_rail_key", p, number, &mr, &k);
+    if (rc) return rc;
+    jemhooks_region *hot = jemhooks_region_of(p);
+    k.addr = mr.remote_base + ((uintptr_t)p - (hot ? hot->base : (uintptr_t)p));
+    k.lkey = mr.lkey;
+    k.rkey = mr.rkey;
+    *key = k;
+    return 0;
+}
+
+int jemhooks_packed_key(const void *p, unsigned number, const void **bytes, size_t *length) {
+    jemhooks_mr mr;
+    jemhooks_key k;
+    if (!bytes || !length)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_packed_key: nowhere to put the bytes or their length (NULL)");
+    int rc = rail("jemhooks_packed_key", p, number, &mr, &k);
+    if (rc) return rc;
+    *bytes = mr.packed;
+    *length = mr.packed ? mr.packed_length : 0;
+    return 0;
+}
+
+int jemhooks_lease(const void *p, jemhooks_key *key) {
+    int rc;
+    jh_registration *r = find("jemhooks_lease", p, &rc);
+    if (!r) return rc;
+    for (;;) {
+        uint64_t word = __atomic_load_n(&r->hot.word, __ATOMIC_ACQUIRE);
+        if ((word & 255) != JEMHOOKS_REGISTERED) {
+            if ((rc = jh_register(r))) return rc;
+        } else if (__atomic_compare_exchange_n(&r->hot.word, &word, word + 256, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+            break;
+        }
+    }
+    return key ? jemhooks_lookup(p, key) : 0; /* leased: it stays registered */
+}
+
+int jemhooks_release(const void *p) {
+    int rc;
+    jh_registration *r = find("jemhooks_release", p, &rc);
+    if (!r) return rc;
+    uint64_t word = __atomic_load_n(&r->hot.word, __ATOMIC_RELAXED);
+    while (word >> 8)
+        if (__atomic_compare_exchange_n(&r->hot.word, &word, word - 256, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return 0;
+    return jh_fail(JEMHOOKS_ERROR_CONFIG, EALREADY, "jemhooks_release: the region of %p holds no lease; release once for each "
+                   "jemhooks_lease()", p);
+}

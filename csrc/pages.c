@@ -1,0 +1,107 @@
+/* pages.c - the account of a region's pages: two bitmaps, one bit for each 4 KiB.
+ * A successful decommit promises jemalloc zeroes, so a page that may hold old bytes is *stale* until it is either given
+ * back to the kernel (and that succeeded) or cleared when it is committed again.
+ * Concurrency: `lock` guards everything; `committed` is also read without it, as an atomic. */
+#include "pages.h"
+#include "fault.h"
+#include "pagemap.h"
+
+#include <string.h>
+#include <sys/mman.h>
+
+#define WORD 64
+
+/* The bits of word w that lie in [first, end). */
+static uint64_t mask(size_t w, size_t first, size_t end) {
+    uint64_t m = ~(uint64_t)0;
+    if (first > w * WORD) m &= ~(uint64_t)0 << (first - w * WORD);
+    if (end < (w + 1) * WORD) m &= ~(uint64_t)0 >> ((w + 1) * WORD - end);
+    return m;
+}
+
+/* Sets or clears [first, end); how many bits changed. */
+static size_t change(uint64_t *bits, size_t first, size_t end, bool set) {
+    size_t changed = 0;
+    if (first >= end) return 0;
+    for (size_t w = first / WORD; w <= (end - 1) / WORD; w++) {
+        uint64_t m = mask(w, first, end);
+        changed += (size_t)__builtin_popcountll((set ? ~bits[w] : bits[w]) & m);
+        bits[w] = set ? bits[w] | m : bits[w] & ~m;
+    }
+    return changed;
+}
+
+/* The first bit of [first, end) that is set (or clear), end if there is none. */
+static size_t seek(const uint64_t *bits, size_t first, size_t end, bool set) {
+    if (first >= end) return end;
+    for (size_t w = first / WORD; w <= (end - 1) / WORD; w++) {
+        uint64_t m = (set ? bits[w] : ~bits[w]) & mask(w, first, end);
+        if (m) return w * WORD + (size_t)__builtin_ctzll(m);
+    }
+    return end;
+}
+
+static void set_committed(jh_pages *p, size_t n) {
+    __atomic_store_n(&p->committed, n, __ATOMIC_RELAXED);
+}
+
+int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *base, size_t length) {
+    size_t words = (length / JH_PAGE + WORD - 1) / WORD;
+    p->provider = provider;
+    p->base = base;
+    p->count = length / JH_PAGE;
+    set_committed(p, 0);
+    p->committed_bits = p->inline_bits;
+    p->inline_bits[0] = p->inline_bits[1] = 0;
+    if (words > 1) {
+        p->committed_bits = (uint64_t *)mmap(NULL, 2 * words * sizeof(uint64_t), PROT_READ | PROT_WRITE,
+                                             MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (p->committed_bits == MAP_FAILED) return -ENOMEM;
+    }
+    p->stale_bits = p->committed_bits + words;
+    if (!provider->fresh_is_zero) change(p->stale_bits, 0, p->count, true);
+    return -pthread_mutex_init(&p->lock, NULL);
+}
+
+void jh_pages_fini(jh_pages *p) {
+    if (p->committed_bits != p->inline_bits)
+        munmap(p->committed_bits, 2 * ((p->count + WORD - 1) / WORD) * sizeof(uint64_t));
+    pthread_mutex_destroy(&p->lock);
+}
+
+void jh_pages_commit(jh_pages *p, size_t first, size_t n) {
+    size_t end = first + n;
+    for (size_t a = first, b; (a = seek(p->stale_bits, a, end, true)) < end; a = b) {
+        b = seek(p->stale_bits, a, end, false);
+        if (JH_FAULT(commit_keeps_stale)) continue;
+        if (p->provider->host_accessible || JH_FAULT(touch)) {
+            memset(p->base + a * JH_PAGE, 0, (b - a) * JH_PAGE);
+            change(p->stale_bits, a, b, false);
+        }
+    }
+    set_committed(p, p->committed + change(p->committed_bits, first, end, true));
+}
+
+void jh_pages_decommit(jh_pages *p, size_t first, size_t n) {
+    set_committed(p, p->committed - change(p->committed_bits, first, first + n, false));
+    change(p->stale_bits, first, first + n, true);
+}
+
+void jh_pages_mark_uncommitted(jh_pages *p) {
+    for (size_t w = 0; w < (p->count + WORD - 1) / WORD; w++)
+        p->stale_bits[w] |= ~p->committed_bits[w] & mask(w, 0, p->count);
+}
+
+void jh_pages_give_back(jh_pages *p, size_t first, size_t n) {
+    bool (*give_back)(jemhooks_provider *, void *, size_t) = p->provider->ops->give_back;
+    if (!give_back) return;
+    if (!p->committed) {
+        if (give_back(p->provider, p->base, p->count * JH_PAGE)) change(p->stale_bits, 0, p->count, false);
+        return;
+    }
+    for (size_t end = first + n, a = first, b; (a = seek(p->stale_bits, a, end, true)) < end; a = b) {
+        b = seek(p->stale_bits, a, end, false);
+        JH_PAUSE(give_back);
+        if (give_back(p->provider, p->base + a * JH_PAGE, (b - a) * JH_PAGE)) change(p->stale_bits, a, b, false);
+    }
+}

@@ -1,0 +1,147 @@
+typedef struct jemhooks_arena jemhooks_arena;
+typedef struct jemhooks_registrar jemhooks_registrar;
+typedef struct jemhooks_provider jemhooks_provider;
+
+const char *jemhooks_last_error(void);
+int jemhooks_last_error_kind(void);
+const char *jemhooks_version(void);
+const char *jemhooks_build_config(void);
+const char *jemhooks_allocator_version(void);
+size_t jemhooks_stranded_bytes(void);
+void jemhooks_set_error(const char *format, ...);
+
+typedef struct { uint64_t addr, length, lkey, rkey, generation; } jemhooks_key;
+typedef struct {
+    uint64_t lkey, rkey, remote_base;
+    void *handle;
+    const void *packed;
+    size_t packed_length;
+} jemhooks_mr;
+typedef struct { uint64_t max_mr_size, max_mr; } jemhooks_limits;
+typedef struct {
+    size_t size;
+    const char *name;
+    int (*register_memory)(void *self, void *address, size_t length, unsigned access, jemhooks_mr *mr);
+    int (*deregister_memory)(void *self, jemhooks_mr *mr);
+    void (*limits)(void *self, jemhooks_limits *limits);
+    void (*close)(void *self);
+    const void *interface;
+} jemhooks_registrar_ops;
+
+int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_registrar **registrar);
+int jemhooks_registrar_create(const jemhooks_registrar_ops *ops, void *self, jemhooks_registrar **registrar);
+void jemhooks_registrar_close(jemhooks_registrar *registrar);
+
+typedef struct { size_t size, page_size; int transparent_huge, numa_node; } jemhooks_anonymous_config;
+typedef struct { size_t size; void *base; size_t length; int host_accessible, zeroed; } jemhooks_fixed_config;
+int jemhooks_provider_anonymous(const jemhooks_anonymous_config *config, jemhooks_provider **provider);
+int jemhooks_provider_fixed(const jemhooks_fixed_config *config, jemhooks_provider **provider);
+void jemhooks_provider_close(jemhooks_provider *provider);
+
+typedef struct {
+    size_t size;
+    const char *name;
+    jemhooks_provider *provider;
+    jemhooks_registrar *const *registrars;
+    unsigned registrar_count;
+    unsigned access;
+    int policy;
+    unsigned shards;
+    size_t region_min, region_max;
+    ssize_t dirty_decay_ms, muzzy_decay_ms;
+} jemhooks_config;
+
+typedef struct {
+    uint64_t base, length, committed, lkey, rkey, remote_base, generation;
+    uint32_t state, leases;
+} jemhooks_region_info;
+typedef struct {
+    size_t size;
+    uint64_t regions, mapped, committed, registered, registered_peak, registrations, deregistrations,
+        registration_failures, active, dirty, muzzy, abandoned, allocated;
+} jemhooks_stats;
+int jemhooks_trim(jemhooks_arena *arena, size_t *released);
+int jemhooks_regions(jemhooks_arena *arena, jemhooks_region_info *info, size_t *count);
+int jemhooks_get_stats(jemhooks_arena *arena, jemhooks_stats *stats);
+int jemhooks_get_keys(size_t n, const uint64_t *addresses, jemhooks_key *keys, size_t *done);
+
+/* face.h */
+typedef struct jh_face jh_face;
+typedef struct {
+    uint64_t current_bytes, current_count, peak_bytes, peak_count, total_bytes, total_count;
+} jh_face_stats;
+int jh_face_open(const jemhooks_config *config, jh_face **face);
+int jh_face_close(jh_face *face);
+int jh_face_enter(jh_face *face, int hold);
+int jh_face_leave(jh_face *face);
+int jh_face_finish(jh_face *face);
+jemhooks_arena *jh_face_arena(jh_face *face);
+uintptr_t jh_face_alloc(jh_face *face, size_t size, size_t alignment, int zero);
+int jh_face_free(jh_face *face, uintptr_t block, size_t size);
+void jh_face_get_stats(const jh_face *face, jh_face_stats *stats);
+int jh_face_key(uintptr_t address, jemhooks_key *key);
+int jh_face_rail_key(uintptr_t address, unsigned rail, jemhooks_key *key);
+uint64_t jh_face_packed_keys(uintptr_t address);
+int jh_face_lease(uintptr_t address, jemhooks_key *key);
+int jh_face_release(uintptr_t address);
+int jh_face_region(uintptr_t address, jemhooks_region_info *info, uintptr_t *user, uintptr_t *arena);
+int jh_bench_blocks(size_t size, size_t iterations, int rounds, double *ns);
+int jh_bench_lookups(size_t regions, size_t iterations, int rounds, double *ns, size_t *made);
+
+/* registrars written in Python */
+extern "Python" int jh_py_register(void *self, void *address, size_t length, unsigned access, jemhooks_mr *mr);
+extern "Python" int jh_py_deregister(void *self, jemhooks_mr *mr);
+extern "Python" void jh_py_limits(void *self, jemhooks_limits *limits);
+extern "Python" void jh_py_close(void *self);
+
+/* null */
+typedef struct {
+    size_t size;
+    uint64_t max_mr, max_mr_size, fail_at, fail_deregister_at;
+    int fail_errno, fail_deregister_errno, remote_offset;
+    ...;
+} jemhooks_null_config;
+typedef struct {
+    uint64_t sequence, address, length, lkey;
+    uint32_t op, access;
+    int32_t result;
+    ...;
+} jemhooks_null_call;
+typedef struct {
+    size_t size;
+    uint64_t registers, deregisters, live, live_bytes, live_peak, errors;
+} jemhooks_null_stats;
+int jemhooks_null_get_stats(jemhooks_registrar *registrar, jemhooks_null_stats *stats);
+int jemhooks_null_get_calls(jemhooks_registrar *registrar, jemhooks_null_call *calls, size_t *count);
+int jemhooks_null_fail(jemhooks_registrar *registrar, int op, uint64_t nth, int error);
+
+/* uring */
+typedef struct { size_t size; unsigned slots; } jemhooks_uring_config;
+typedef struct { int fd; uint32_t slot; uint64_t base, address, length, file_offset; } jemhooks_uring_transfer;
+int64_t jemhooks_uring_read(jemhooks_registrar *registrar, const jemhooks_uring_transfer *transfer);
+int64_t jemhooks_uring_write(jemhooks_registrar *registrar, const jemhooks_uring_transfer *transfer);
+
+/* fabric */
+typedef struct {
+    size_t size;
+    const char *provider, *node, *service, *domain;
+    unsigned max_outstanding;
+} jemhooks_fabric_config;
+typedef struct {
+    size_t size;
+    char provider[64], domain[64];
+    uint64_t mr_mode, max_msg_size, mr_key_size, max_mr;
+    uint32_t version;
+    int32_t manual_progress, virtual_addresses, packed_keys;
+    uint32_t max_outstanding, outstanding;
+} jemhooks_fabric_info;
+int jemhooks_fabric_get_info(jemhooks_registrar *registrar, jemhooks_fabric_info *info);
+int jemhooks_fabric_address(jemhooks_registrar *registrar, void *buffer, size_t *length);
+int jemhooks_fabric_connect(jemhooks_registrar *registrar, const void *address, size_t length, uint64_t *peer);
+int jemhooks_fabric_put(jemhooks_registrar *registrar, uint64_t peer, const void *local, uint64_t lkey, size_t length,
+                        uint64_t remote, uint64_t rkey, uint64_t *ticket);
+int jemhooks_fabric_get(jemhooks_registrar *registrar, uint64_t peer, void *local, uint64_t lkey, size_t length,
+                        uint64_t remote, uint64_t rkey, uint64_t *ticket);
+int jemhooks_fabric_wait(jemhooks_registrar *registrar, uint64_t ticket, int timeout_ms);
+int jemhooks_fabric_forget(jemhooks_registrar *registrar, uint64_t ticket);
+int jemhooks_fabric_progress(jemhooks_registrar *registrar, int timeout_ms);

@@ -1,0 +1,129 @@
+/* face.c - arenas that count their users, for the Python package.
+ * Concurrency: one atomic word holds the count and whether the arena is closed, so that exactly one user sees both end;
+ * no other state is shared. Runs without the GIL.                                                                   */
+#include "face.h"
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdlib.h>
+
+#define CLOSED ((int64_t)1 << 62)
+
+struct jh_face {
+    jemhooks_arena *arena;
+    _Atomic int64_t users; /* and CLOSED */
+    atomic_ullong current_bytes, current_count, peak_bytes, peak_count, total_bytes, total_count;
+};
+
+int jh_face_open(const jemhooks_config *config, jh_face **face) {
+    jh_face *f = calloc(1, sizeof *f);
+    if (!f) return -ENOMEM;
+    int rc = jemhooks_arena_create(config, &f->arena);
+    if (rc) free(f);
+    else *face = f;
+    return rc;
+}
+
+int jh_face_close(jh_face *f) {
+    return atomic_fetch_or(&f->users, CLOSED) == 0;
+}
+
+int jh_face_enter(jh_face *f, int hold) {
+    int64_t users = atomic_load(&f->users);
+    do {
+        if (users & CLOSED && (!hold || users == CLOSED)) return -ESHUTDOWN;
+    } while (!atomic_compare_exchange_weak(&f->users, &users, users + 1));
+    return 0;
+}
+
+int jh_face_leave(jh_face *f) {
+    return atomic_fetch_sub(&f->users, 1) == (CLOSED | 1);
+}
+
+int jh_face_finish(jh_face *f) {
+    int rc = jemhooks_arena_destroy(f->arena);
+    if (rc == -EBUSY || rc == -ECHILD) return rc;
+    free(f);
+    return rc;
+}
+
+jemhooks_arena *jh_face_arena(jh_face *f) {
+    return f->arena;
+}
+
+static void raise_peak(atomic_ullong *peak, unsigned long long now) {
+    unsigned long long was = atomic_load_explicit(peak, memory_order_relaxed);
+    while (now > was && !atomic_compare_exchange_weak(peak, &was, now)) {}
+}
+
+uintptr_t jh_face_alloc(jh_face *f, size_t size, size_t alignment, int zero) {
+    if (jh_face_enter(f, false)) return 1;
+    void *p = zero ? jemhooks_aligned_calloc(f->arena, alignment, 1, size) : jemhooks_aligned_alloc(f->arena, alignment, size);
+    if (!p) {
+        int err = errno;
+        if (jh_face_leave(f)) return 2;
+        errno = err;
+        return 0;
+    }
+    raise_peak(&f->peak_bytes, atomic_fetch_add(&f->current_bytes, size) + size);
+    raise_peak(&f->peak_count, atomic_fetch_add(&f->current_count, 1) + 1);
+    atomic_fetch_add(&f->total_bytes, size);
+    atomic_fetch_add(&f->total_count, 1);
+    return (uintptr_t)p;
+}
+
+int jh_face_free(jh_face *f, uintptr_t block, size_t size) {
+    jemhooks_free((void *)block);
+    atomic_fetch_sub(&f->current_bytes, size);
+    atomic_fetch_sub(&f->current_count, 1);
+    return jh_face_leave(f);
+}
+
+void jh_face_get_stats(const jh_face *f, jh_face_stats *s) {
+    *s = (jh_face_stats){f->current_bytes, f->current_count, f->peak_bytes, f->peak_count, f->total_bytes, f->total_count};
+}
+
+int jh_face_key(uintptr_t address, jemhooks_key *key) {
+    return jemhooks_get_key((const void *)address, key);
+}
+
+int jh_face_rail_key(uintptr_t address, unsigned rail, jemhooks_key *key) {
+    return jemhooks_get_rail_key((const void *)address, rail, key);
+}
+
+uint64_t jh_face_packed_keys(uintptr_t address) {
+    jemhooks_key k;
+    if (jemhooks_get_key((const void *)address, &k) || (k.lkey | k.rkey) >> 32) return UINT64_MAX;
+    return k.rkey << 32 | k.lkey;
+}
+
+int jh_face_lease(uintptr_t address, jemhooks_key *key) {
+    return jemhooks_lease((const void *)address, key);
+}
+
+int jh_face_release(uintptr_t address) {
+    return jemhooks_release((const void *)address);
+}
+
+int jh_face_region(uintptr_t address, jemhooks_region_info *info, uintptr_t *user, uintptr_t *arena) {
+    jemhooks_region *r = jemhooks_region_of((const void *)address);
+    if (!r) return -ENOENT;
+    uint64_t g;
+    do {
+        g = __atomic_load_n(&r->generation, __ATOMIC_ACQUIRE);
+        uint64_t word = __atomic_load_n(&r->word, __ATOMIC_ACQUIRE);
+        *info = (jemhooks_region_info){
+            .base = __atomic_load_n(&r->base, __ATOMIC_ACQUIRE),
+            .length = __atomic_load_n(&r->length, __ATOMIC_ACQUIRE),
+            .lkey = __atomic_load_n(&r->lkey, __ATOMIC_ACQUIRE),
+            .rkey = __atomic_load_n(&r->rkey, __ATOMIC_ACQUIRE),
+            .remote_base = __atomic_load_n(&r->remote_base, __ATOMIC_ACQUIRE),
+            .generation = g,
+            .state = (uint32_t)(word & 255),
+            .leases = (uint32_t)(word >> 8),
+        };
+        *arena = (uintptr_t)__atomic_load_n(&r->arena, __ATOMIC_ACQUIRE);
+    } while (g & 1 || __atomic_load_n(&r->generation, __ATOMIC_RELAXED) != g);
+    *user = (uintptr_t)r->user;
+    return info->length ? 0 : -ENOENT;
+}

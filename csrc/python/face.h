@@ -1,0 +1,48 @@
+/* face.h - what the Python package needs beyond jemhooks.h: addresses as integers, and arenas that count their users. */
+#ifndef JH_FACE_H
+#define JH_FACE_H
+
+#include "jemhooks.h"
+
+/* An arena with a count of blocks, leases and calls in flight, so that Python may close it at any time: it is destroyed
+ * when the last of them ends. */
+typedef struct jh_face jh_face;
+
+typedef struct jh_face_stats {
+    uint64_t current_bytes, current_count, peak_bytes, peak_count, total_bytes, total_count;
+} jh_face_stats;
+
+/* 0 with *face, or the error of jemhooks_arena_create(). */
+int jh_face_open(const jemhooks_config *config, jh_face **face);
+/* Whoever gets 1 from close, leave or free is the last user of a closed arena, and calls jh_face_finish(). */
+int jh_face_close(jh_face *face);
+/* A use: 0, or -ESHUTDOWN if the arena is closed; with `hold`, only if it is closed and no one else uses it. */
+int jh_face_enter(jh_face *face, int hold);
+int jh_face_leave(jh_face *face);
+/* Destroys the arena: 0 and the face is gone; -EBUSY: still there; another error: gone, with stranded regions. */
+int jh_face_finish(jh_face *face);
+jemhooks_arena *jh_face_arena(jh_face *face);
+
+/* A block is a use. Its address, or 0: failed, with an error recorded and errno set; 1: the arena is closed; 2: it was
+ * closed meanwhile, and this was its last use. */
+uintptr_t jh_face_alloc(jh_face *face, size_t size, size_t alignment, int zero);
+int jh_face_free(jh_face *face, uintptr_t block, size_t size);
+void jh_face_get_stats(const jh_face *face, jh_face_stats *stats);
+
+int jh_face_key(uintptr_t address, jemhooks_key *key);
+int jh_face_rail_key(uintptr_t address, unsigned rail, jemhooks_key *key);
+/* rkey << 32 | lkey, registering where needed; UINT64_MAX: failed, or the keys do not fit into 32 bits each. */
+uint64_t jh_face_packed_keys(uintptr_t address);
+int jh_face_lease(uintptr_t address, jemhooks_key *key);
+int jh_face_release(uintptr_t address);
+/* Of the region at the address, as of now. -ENOENT. *user: its 64 bytes of metadata; *arena: whose it is. */
+int jh_face_region(uintptr_t address, jemhooks_region_info *info, uintptr_t *user, uintptr_t *arena);
+
+/* bench.c: medians over `rounds` rounds, in ns per operation. 0 or -errno. */
+/* ns[0..3]: allocate and free `size` bytes by jemhooks, by mallocx with an explicit tcache, by jemhooks_calloc, by malloc. */
+int jh_bench_blocks(size_t size, size_t iterations, int rounds, double *ns);
+/* Over random addresses in at least `regions` regions of 2 MiB (*made: how many). ns[0..4]: the inline look-up, bare table
+ * -> region -> key with bounds check, jemhooks_get_key(), jemhooks_get_keys(), jemhooks_region_of(). */
+int jh_bench_lookups(size_t regions, size_t iterations, int rounds, double *ns, size_t *made);
+
+#endif

@@ -1,0 +1,5 @@
+#include "jemhooks.h"
+#include "jemhooks_fabric.h"
+#include "jemhooks_null.h"
+#include "jemhooks_uring.h"
+#include "face.h"

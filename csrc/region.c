@@ -1,0 +1,279 @@
+/* region.c - the life of regions: mapped from a provider, carved into extents, committed and decommitted page by page,
+ * unmapped whole when their arena ends and never before.
+ * Concurrency: hooks run this on any thread, several at once, under jemalloc's locks. Three short locks, none held while
+ * another is waited for except space.carve -> pool: space.carve (growth, carving; its holder may map), pages.lock of one
+ * region, and `pool` (unused structs). Structs are never freed, so that a look-up may always read one; the list of a
+ * space grows at its head only and is read without a lock. */
+#include "region.h"
+#include "error.h"
+#include "fault.h"
+#include "fork.h"
+#include "pagemap.h"
+#include "registrar/registrar.h"
+
+#include <string.h>
+#include <sys/mman.h>
+
+#define SLAB ((size_t)64 << 10)
+
+atomic_size_t jh_stranded;
+static pthread_mutex_t pool = PTHREAD_MUTEX_INITIALIZER;
+static jh_region *unused;
+
+/* Half-made lists of the parent's other threads are left behind; the parent's structs stay readable. */
+static void in_child(void) {
+    pthread_mutex_init(&pool, NULL);
+    unused = NULL;
+}
+
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, in_child);
+}
+
+static jh_region *pool_take(void) {
+    pthread_mutex_lock(&pool);
+    if (!unused) {
+        jh_region *slab = (jh_region *)mmap(NULL, SLAB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        for (size_t i = 0; slab != MAP_FAILED && i < SLAB / sizeof *slab; i++) {
+            slab[i].next = unused;
+            unused = &slab[i];
+        }
+    }
+    jh_region *r = unused;
+    if (r) unused = r->next;
+    pthread_mutex_unlock(&pool);
+    return r;
+}
+
+static void pool_return(jh_region *r) {
+    pthread_mutex_lock(&pool);
+    r->next = unused;
+    unused = r;
+    pthread_mutex_unlock(&pool);
+}
+
+/* Shows the region to the world, or (length 0) takes it away. */
+static void publish(jh_region *r, unsigned state, void *base, size_t length) {
+    jemhooks_region *hot = &r->registration.hot;
+    jh_hot_begin(hot);
+    jh_hot_set(&hot->base, (uintptr_t)base);
+    jh_hot_set(&hot->length, length);
+    jh_hot_set(&hot->word, state);
+    jh_hot_set(&hot->lkey, 0);
+    jh_hot_set(&hot->rkey, 0);
+    jh_hot_set(&hot->remote_base, (uintptr_t)base);
+    __atomic_store_n(&hot->arena, length ? r->space->arena : NULL, __ATOMIC_RELEASE);
+    jh_hot_end(hot);
+}
+
+/* Maps a region of at least `length` bytes; the caller holds space.carve or is alone. NULL with space.map_error. */
+static jh_region *region_open(jh_space *s, size_t length, size_t alignment) {
+    int err = ENOMEM;
+    jh_region *r = pool_take();
+    if (!r) goto no_struct;
+    void *base = s->provider->ops->map(s->provider, &length, alignment);
+    err = errno;
+    if (!base) goto not_mapped;
+    if ((err = -jh_pages_init(&r->registration.pages, s->provider, base, length))) goto no_pages;
+    r->space = s;
+    r->carved = 0;
+    atomic_store(&r->destroyed, 0);
+    atomic_store(&r->inner, 0);
+    r->registration.rails = &s->rails;
+    r->registration.live = 0;
+    memset(r->registration.hot.user, 0, sizeof r->registration.hot.user);
+    publish(r, JEMHOOKS_MAPPED, base, length);
+    if ((err = -jh_pagemap_insert(&r->registration.hot, &r->outer))) goto not_entered;
+    if (r->outer) atomic_fetch_add(&((jh_region *)r->outer)->inner, 1);
+    r->next_open = s->open;
+    s->open = r;
+    r->next = atomic_load(&s->regions);
+    while (!atomic_compare_exchange_weak(&s->regions, &r->next, r)) {}
+    atomic_fetch_add(&s->region_count, 1);
+    atomic_fetch_add(&s->mapped, length);
+    return r;
+
+not_entered:
+    publish(r, JEMHOOKS_UNMAPPED, NULL, 0);
+    jh_pages_fini(&r->registration.pages);
+no_pages:
+    s->provider->ops->unmap(s->provider, base, length);
+not_mapped:
+    pool_return(r);
+no_struct:
+    atomic_store(&s->map_error, err);
+    return NULL;
+}
+
+/* Takes the region out of the page map; the regions in its midst, if there still are any, now lie in its outer one. */
+static void region_hide(jh_region *r) {
+    jh_pagemap_remove(&r->registration.hot, r->outer);
+    if (r->outer) atomic_fetch_sub(&((jh_region *)r->outer)->inner, 1);
+    if (!atomic_load(&r->inner)) return;
+    uintptr_t end = r->registration.hot.base + r->registration.hot.length;
+    for (uintptr_t a = r->registration.hot.base; a < end; a += JH_PAGE) {
+        jh_region *in = jh_region_at((void *)a);
+        if (!in || in->outer != &r->registration.hot) continue;
+        in->outer = r->outer;
+        if (r->outer) atomic_fetch_add(&((jh_region *)r->outer)->inner, 1);
+    }
+}
+
+static void region_close(jh_region *r) {
+    void *base = (void *)r->registration.hot.base;
+    size_t length = r->registration.hot.length;
+    region_hide(r);
+    publish(r, JEMHOOKS_UNMAPPED, NULL, 0);
+    jh_pages_fini(&r->registration.pages);
+    r->space->provider->ops->unmap(r->space->provider, base, length);
+    pool_return(r);
+}
+
+/* A region whose registration cannot be ended: a device may still write to it, so it stays mapped, with its registrars
+ * and its provider open, but no look-up finds it. */
+static void strand(jh_region *r) {
+    jh_space *s = r->space;
+    atomic_fetch_add(&jh_stranded, r->registration.hot.length);
+    region_hide(r);
+    jh_provider_keep(s->provider);
+    for (unsigned i = 0; i < s->rails.count; i++) jh_registrar_keep(s->rails.registrar[i]);
+}
+
+int jh_space_open(jh_space *s) {
+    atomic_init(&s->regions, NULL);
+    s->open = NULL;
+    return -pthread_mutex_init(&s->carve, NULL);
+}
+
+int jh_space_map_whole(jh_space *s) {
+    if (!s->provider->whole) return 0;
+    if (region_open(s, s->provider->whole, JH_PAGE)) return 0;
+    int err = atomic_load(&s->map_error);
+    return jh_fail(JEMHOOKS_ERROR_PROVIDER, err, "arena '%s': the %s range of %zu bytes cannot be a region: %s", s->rails.name,
+                   s->provider->ops->name, s->provider->whole,
+                   err == EEXIST ? "it overlaps another region in part; it must lie wholly inside or wholly outside it"
+                                 : strerror(err));
+}
+
+int jh_space_close(jh_space *s) {
+    int first = 0;
+    jh_region *r = atomic_exchange(&s->regions, NULL);
+    while (r) {
+        jh_region *next = r->next;
+        int rc = jh_deregister(&r->registration, true);
+        if (jh_state(&r->registration.hot) == JEMHOOKS_MAPPED) {
+            region_close(r);
+        } else {
+            first = first ? first : rc;
+            strand(r);
+        }
+        r = next;
+    }
+    pthread_mutex_destroy(&s->carve);
+    return first;
+}
+
+int jh_space_trim(jh_space *s, size_t *released) {
+    int first = 0;
+    for (jh_region *r = atomic_load(&s->regions); r; r = r->next) {
+        size_t length = r->registration.hot.length;
+        int rc = jh_deregister(&r->registration, false);
+        if (!rc) *released += length;
+        else if (rc != -EBUSY && !first) first = rc;
+    }
+    return first;
+}
+
+size_t jh_space_leases(const jh_space *s) {
+    size_t n = 0;
+    for (jh_region *r = atomic_load(&s->regions); r; r = r->next)
+        n += __atomic_load_n(&r->registration.hot.word, __ATOMIC_RELAXED) >> 8;
+    return n;
+}
+
+size_t jh_space_committed(const jh_space *s) {
+    size_t pages = 0;
+    for (jh_region *r = atomic_load(&s->regions); r; r = r->next) pages += jh_pages_committed(&r->registration.pages);
+    return pages * JH_PAGE;
+}
+
+/* ---- for hooks ------------------------------------------------------------------------------------------------- */
+
+/* The length of a region that is to hold an extent of `size` bytes. */
+static size_t new_length(jh_space *s, size_t size) {
+    if (!s->shared || size >= s->region_max) return size;
+    size_t length = s->growth > size ? s->growth : size;
+    s->growth = s->growth * 2 < s->region_max ? s->growth * 2 : s->region_max;
+    return length;
+}
+
+/* Hands out [at, at + size) of r, which the caller has just carved. */
+static void *extent(jh_region *r, size_t at, size_t size, bool *zero, bool *commit) {
+    jh_pages *pages = &r->registration.pages;
+    if (JH_FAULT(commit_answered)) *commit = true;
+    if (*commit) {
+        pthread_mutex_lock(&pages->lock);
+        jh_pages_commit(pages, at / JH_PAGE, size / JH_PAGE);
+        pthread_mutex_unlock(&pages->lock);
+    }
+    *zero = pages->provider->host_accessible; /* now, or when it is committed */
+    return pages->base + at;
+}
+
+/* Can [*at, *at + size) be carved from the rest of r? */
+static bool fits(const jh_region *r, size_t size, size_t alignment, size_t *at) {
+    const jemhooks_region *hot = &r->registration.hot;
+    *at = ((hot->base + r->carved + alignment - 1) & ~(alignment - 1)) - hot->base;
+    return *at <= hot->length && size <= hot->length - *at;
+}
+
+void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, bool *commit) {
+    if ((size > s->region_limit && !JH_FAULT(growth_unlimited)) || (*zero && !s->provider->host_accessible)) {
+        atomic_store(&s->map_error, size > s->region_limit ? E2BIG : EOPNOTSUPP);
+        return NULL;
+    }
+    pthread_mutex_lock(&s->carve);
+    jh_region *r, **link = &s->open;
+    size_t at = 0;
+    while ((r = *link) && !fits(r, size, alignment, &at)) link = &r->next_open;
+    if (!r && (r = region_open(s, new_length(s, size), alignment > JH_SLOT ? alignment : JH_SLOT))) {
+        at = 0;
+        link = &s->open; /* a new region is its first */
+    }
+    if (r) {
+        r->carved = at + size;
+        if (r->carved == r->registration.hot.length) *link = r->next_open;
+    }
+    pthread_mutex_unlock(&s->carve);
+    return r ? extent(r, at, size, zero, commit) : NULL;
+}
+
+void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, bool *commit) {
+    jh_region *r = jh_region_at(address);
+    if (!r || r->space != s) return NULL;
+    pthread_mutex_lock(&s->carve);
+    size_t at = (uintptr_t)address - r->registration.hot.base;
+    bool continues = at == r->carved && size <= r->registration.hot.length - at;
+    if (continues) r->carved += size;
+    pthread_mutex_unlock(&s->carve);
+    return continues ? extent(r, at, size, zero, commit) : NULL;
+}
+
+void jh_region_commit(jh_region *r, void *address, size_t length) {
+    jh_pages *p = &r->registration.pages;
+    pthread_mutex_lock(&p->lock);
+    jh_pages_commit(p, (size_t)((char *)address - p->base) / JH_PAGE, length / JH_PAGE);
+    pthread_mutex_unlock(&p->lock);
+}
+
+void jh_region_decommit(jh_region *r, void *address, size_t length) {
+    jh_pages *p = &r->registration.pages;
+    size_t first = (size_t)((char *)address - p->base) / JH_PAGE, n = length / JH_PAGE;
+    pthread_mutex_lock(&p->lock);
+    jh_pages_decommit(p, first, n);
+    unsigned state = jh_state(&r->registration.hot);
+    if (state == JEMHOOKS_MAPPED || JH_FAULT(decommit_drops) ||
+        (state == JEMHOOKS_REGISTERING && JH_FAULT(decommit_drops_registering)))
+        jh_pages_give_back(p, first, n);
+    pthread_mutex_unlock(&p->lock);
+}

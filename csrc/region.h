@@ -1,0 +1,58 @@
+/* region.h - regions, and the space of an arena: all of its regions, out of which extents are carved. */
+#ifndef JH_REGION_H
+#define JH_REGION_H
+
+#include "registration.h"
+
+typedef struct jh_region {
+    jh_registration registration; /* first: the public region, the registration and this are one address */
+    struct jh_space *space;
+    struct jh_region *next;       /* in its space, newest first; or in the pool of unused structs */
+    struct jh_region *next_open;  /* in its space's list of regions with a rest; guarded by space.carve */
+    jemhooks_region *outer;       /* the region in whose midst this one lies, if any              */
+    atomic_uint inner;            /* how many lie in the midst of this one                        */
+    size_t carved;                /* bytes handed to the allocator so far; guarded by space.carve */
+    atomic_size_t destroyed;      /* bytes of which the allocator said so, while its arena ends   */
+} jh_region;
+
+typedef struct jh_space {
+    jemhooks_arena *arena;
+    jemhooks_provider *provider;
+    jh_rails rails;
+    size_t region_max;            /* the growth of regions ends here; larger extents get their own */
+    size_t region_limit;          /* no region is larger: what the registrars accept; SIZE_MAX: any */
+    bool shared;                  /* jemalloc asks for small exact extents: several share a region */
+    pthread_mutex_t carve;        /* short; guards growth and every region's carved                */
+    size_t growth;                /* length of the next shared region; starts at region_min       */
+    jh_region *open;              /* regions of which a rest can still be carved                  */
+    _Atomic(jh_region *) regions; /* grows at its head only, until the space is closed             */
+    atomic_size_t region_count, mapped;
+    atomic_int map_error;         /* errno of the last refusal, for the message                   */
+} jh_space;
+
+int jh_space_open(jh_space *s);
+/* Deregisters and unmaps every region; the allocator is done with all of them. A region that cannot be deregistered
+ * stays mapped for good and out of the page map; the first such error is returned, recorded. */
+int jh_space_close(jh_space *s);
+/* Maps the one region of a provider that has only one. 0 or an error, recorded. */
+int jh_space_map_whole(jh_space *s);
+/* Deregisters idle unleased regions; their bytes are added to *released. The first error, recorded. */
+int jh_space_trim(jh_space *s, size_t *released);
+/* Leases held in the space. */
+size_t jh_space_leases(const jh_space *s);
+size_t jh_space_committed(const jh_space *s);
+/* Bytes that stay mapped since their registration could not be ended. */
+extern atomic_size_t jh_stranded;
+
+/* For hooks. */
+/* A new extent of `size` bytes: a new region, or the rest of one. Committed if *commit, zero if *zero. NULL: refused. */
+void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, bool *commit);
+/* The same at exactly `address`, only where it continues what was carved last from its region. */
+void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, bool *commit);
+void jh_region_commit(jh_region *r, void *address, size_t length);
+void jh_region_decommit(jh_region *r, void *address, size_t length);
+static inline jh_region *jh_region_at(const void *address) {
+    return (jh_region *)jemhooks_region_of(address);
+}
+
+#endif

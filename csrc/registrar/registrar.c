@@ -1,0 +1,88 @@
+/* registrar.c - opens registrars: loadable modules from the folder "jemhooks" beside the library, or the caller's own.
+ * A module is linked with its network's library, never with this one: were it, C++ libraries beneath it would bind
+ * operator new to a privately loaded jemalloc. What it needs from here it gets as a jemhooks_host.
+ * Concurrency: the reference count is atomic; modules stay loaded for good. */
+#include "registrar.h"
+#include "../error.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static const jemhooks_host host = {JEMHOOKS_MODULE_ABI, jemhooks_set_error};
+
+int jemhooks_registrar_create(const jemhooks_registrar_ops *ops, void *self, jemhooks_registrar **registrar) {
+    if (!ops || !registrar || ops->size < sizeof *ops || !ops->name || !ops->register_memory || !ops->deregister_memory)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "registrar: ops needs its size (at least %zu bytes), a name, "
+                       "register_memory and deregister_memory, and somewhere to put the result", sizeof *ops);
+    jemhooks_registrar *r = malloc(sizeof *r);
+    if (!r) return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "registrar %s: no memory for the registrar itself", ops->name);
+    r->ops = ops;
+    r->self = self;
+    atomic_init(&r->references, 1);
+    *registrar = r;
+    return 0;
+}
+
+void jh_registrar_keep(jemhooks_registrar *r) {
+    atomic_fetch_add(&r->references, 1);
+}
+
+void jemhooks_registrar_close(jemhooks_registrar *r) {
+    if (!r || atomic_fetch_sub(&r->references, 1) != 1) return;
+    if (r->ops->close) r->ops->close(r->self);
+    free(r);
+}
+
+/* "<folder of this library>/jemhooks/registrar_<kind>.so" */
+static int module_path(char *path, size_t size, const char *kind) {
+    Dl_info here;
+    if (!dladdr((const void *)&host, &here) || !here.dli_fname) return -ENOENT;
+    const char *slash = strrchr(here.dli_fname, '/');
+    int folder = slash ? (int)(slash - here.dli_fname) : 1;
+    int n = snprintf(path, size, "%.*s/jemhooks/registrar_%s.so", folder, slash ? here.dli_fname : ".", kind);
+    return n < 0 || (size_t)n >= size ? -ENAMETOOLONG : 0;
+}
+
+int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_registrar **registrar) {
+    if (!kind || !registrar || !*kind || strspn(kind, "abcdefghijklmnopqrstuvwxyz") != strlen(kind))
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "registrar: '%s' is not a kind; kinds are lower-case words such as "
+                       "null, uring and fabric", kind ? kind : "(NULL)");
+    char path[1024];
+    if (module_path(path, sizeof path, kind) || access(path, F_OK))
+        return jh_fail(JEMHOOKS_ERROR_LOAD, ENOENT, "registrar %s: this jemhooks was built without it (%s); install its "
+                       "development package and configure jemhooks again", kind, jemhooks_build_config());
+    void *module = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    if (!module)
+        return jh_fail(JEMHOOKS_ERROR_LOAD, ELIBACC, "registrar %s: its module cannot be loaded: %s; install the library "
+                       "that it names", kind, dlerror());
+    jemhooks_module_open *open_module;
+    *(void **)&open_module = dlsym(module, JEMHOOKS_MODULE_SYMBOL);
+    const jemhooks_registrar_ops *ops = NULL;
+    void *self = NULL;
+    if (!open_module)
+        return jh_fail(JEMHOOKS_ERROR_LOAD, ELIBBAD, "registrar %s: %s is not a jemhooks module: it lacks the symbol "
+                       JEMHOOKS_MODULE_SYMBOL, kind, path);
+    jh_detail_clear();
+    int rc = open_module(&host, config, &ops, &self);
+    if (rc)
+        return jh_fail(rc == -EINVAL || rc == -E2BIG ? JEMHOOKS_ERROR_CONFIG : JEMHOOKS_ERROR_REGISTRATION, -rc,
+                       "registrar %s cannot be opened: %s", kind, *jh_detail() ? jh_detail() : strerror(-rc));
+    rc = jemhooks_registrar_create(ops, self, registrar);
+    if (rc && ops && ops->close) ops->close(self);
+    return rc;
+}
+
+const char *jemhooks_registrar_name(const jemhooks_registrar *r) {
+    return r ? r->ops->name : NULL;
+}
+
+void *jemhooks_registrar_self(const jemhooks_registrar *r) {
+    return r ? r->self : NULL;
+}
+
+const void *jemhooks_registrar_interface(const jemhooks_registrar *r, const char *kind) {
+    return r && kind && !strcmp(r->ops->name, kind) ? r->ops->interface : NULL;
+}

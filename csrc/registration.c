@@ -1,0 +1,182 @@
+/* registration.c - when a region is registered and deregistered, its keys and its leases.
+ *
+ *      mapped -> registering -> registered -> deregistering -> mapped
+ *
+ * Concurrency: the state moves under pages.lock, published in the hot line's word together with the lease count, so
+ * that a lease and a deregistration cannot both win. Registering and deregistering are a claim by one thread, which
+ * then calls the registrar with no lock held; others wait for the claim's end; the claimant re-entering gets -EDEADLK.
+ * "Nothing committed" and the move to deregistering are one critical section: while a block of a region lives, its
+ * registered region stays so, and a key may be read without any lock.                                                */
+#include "registration.h"
+#include "error.h"
+#include "fault.h"
+#include "fork.h"
+#include "pagemap.h"
+#include "registrar/registrar.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define STATE ((uint64_t)255)
+#define LEASE ((uint64_t)256)
+
+static pthread_mutex_t claims = PTHREAD_MUTEX_INITIALIZER; /* for waiting only */
+static pthread_cond_t claim_ended = PTHREAD_COND_INITIALIZER;
+
+static void in_child(void) {
+    pthread_mutex_init(&claims, NULL);
+    pthread_cond_init(&claim_ended, NULL);
+}
+
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, in_child);
+}
+
+void jh_hot_begin(jemhooks_region *hot) {
+    __atomic_store_n(&hot->generation, hot->generation + 1, __ATOMIC_RELAXED);
+}
+
+void jh_hot_end(jemhooks_region *hot) {
+    __atomic_store_n(&hot->generation, hot->generation + 1, __ATOMIC_RELEASE);
+}
+
+/* Moves the state, leases untouched; with keys of `mr`, or none. pages.lock held. */
+static void move(jh_registration *r, unsigned state, const jemhooks_mr *mr) {
+    jh_hot_begin(&r->hot);
+    jh_hot_set(&r->hot.lkey, mr ? mr->lkey : 0);
+    jh_hot_set(&r->hot.rkey, mr ? mr->rkey : 0);
+    jh_hot_set(&r->hot.remote_base, mr ? mr->remote_base : r->hot.base);
+    uint64_t word = __atomic_load_n(&r->hot.word, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(&r->hot.word, &word, (word & ~STATE) | state, false, __ATOMIC_ACQ_REL,
+                                        __ATOMIC_RELAXED)) {}
+    jh_hot_end(&r->hot);
+}
+
+static bool claimed(unsigned state) {
+    return state == JEMHOOKS_REGISTERING || state == JEMHOOKS_DEREGISTERING;
+}
+
+/* Waits until the region is in no one's claim; its state then. -EDEADLK, recorded: the claim is this thread's. */
+static int settled(jh_registration *r) {
+    unsigned state = jh_state(&r->hot);
+    if (!claimed(state)) return (int)state;
+    if (pthread_equal(__atomic_load_n(&r->claimant, __ATOMIC_ACQUIRE), pthread_self()))
+        return jh_fail(JEMHOOKS_ERROR_REGISTRATION, EDEADLK, "arena '%s': a registrar asked for the region at %p while it "
+                       "works on that very region; use memory of another arena inside a registrar", r->rails->name,
+                       (void *)r->hot.base);
+    pthread_mutex_lock(&claims);
+    while (claimed(state = jh_state(&r->hot))) pthread_cond_wait(&claim_ended, &claims);
+    pthread_mutex_unlock(&claims);
+    return (int)state;
+}
+
+/* Deregisters all rails, the last first; stops at the first that fails and returns its error. */
+static int drop(jh_registration *r) {
+    for (; r->live; r->live--) {
+        jemhooks_registrar *g = r->rails->registrar[r->live - 1];
+        jh_detail_clear();
+        int rc = JH_FAULT(deregister_lost) ? 0 : g->ops->deregister_memory(g->self, &r->mr[r->live - 1]);
+        if (rc)
+            return jh_fail(JEMHOOKS_ERROR_REGISTRATION, abs(rc), "arena '%s': %s failed to deregister %zu bytes at %p: %s; "
+                           "the region stays registered and mapped", r->rails->name, g->ops->name, (size_t)r->hot.length,
+                           (void *)r->hot.base, *jh_detail() ? jh_detail() : strerror(abs(rc)));
+    }
+    return 0;
+}
+
+/* Registers with every rail or with none (but for a rail that can be neither completed nor undone). */
+static int take(jh_registration *r) {
+    for (r->live = 0; r->live < r->rails->count; r->live++) {
+        jemhooks_registrar *g = r->rails->registrar[r->live];
+        jemhooks_mr *mr = &r->mr[r->live];
+        *mr = (jemhooks_mr){.remote_base = r->hot.base};
+        jh_detail_clear();
+        int rc = g->ops->register_memory(g->self, (void *)r->hot.base, r->hot.length, r->rails->access, mr);
+        if (!rc) continue;
+        char why[512];
+        snprintf(why, sizeof why, "%s", *jh_detail() ? jh_detail() : strerror(abs(rc)));
+        drop(r);
+        return jh_fail(JEMHOOKS_ERROR_REGISTRATION, abs(rc), "arena '%s': %s failed to register %zu bytes at %p: %s",
+                       r->rails->name, g->ops->name, (size_t)r->hot.length, (void *)r->hot.base, why);
+    }
+    return 0;
+}
+
+static void count_registered(jh_rails *rails, uint64_t length) {
+    atomic_fetch_add(&rails->registrations, 1);
+    unsigned long long now = atomic_fetch_add(&rails->registered, length) + length, peak = rails->registered_peak;
+    while (now > peak && !atomic_compare_exchange_weak(&rails->registered_peak, &peak, now)) {}
+}
+
+/* Ends the claim: registered as far as any rail is, else mapped, with the pages given back that a pin, even one that
+ * failed half-way, has populated. */
+static void settle(jh_registration *r) {
+    pthread_mutex_lock(&r->pages.lock);
+    if (!r->live) jh_pages_give_back(&r->pages, 0, r->pages.count);
+    move(r, r->live ? JEMHOOKS_REGISTERED : JEMHOOKS_MAPPED, r->live ? &r->mr[0] : NULL);
+    pthread_mutex_unlock(&r->pages.lock);
+    pthread_mutex_lock(&claims);
+    pthread_cond_broadcast(&claim_ended);
+    pthread_mutex_unlock(&claims);
+}
+
+int jh_register(jh_registration *r) {
+    for (;;) {
+        int state = settled(r);
+        if (state < 0 || state == JEMHOOKS_REGISTERED) return state < 0 ? state : 0;
+        if (state == JEMHOOKS_UNMAPPED)
+            return jh_fail(JEMHOOKS_ERROR_NOT_OURS, ENOENT, "the region was unmapped: its arena is destroyed");
+        pthread_mutex_lock(&r->pages.lock);
+        bool mine = jh_state(&r->hot) == JEMHOOKS_MAPPED;
+        if (mine) {
+            __atomic_store_n(&r->claimant, pthread_self(), __ATOMIC_RELEASE);
+            move(r, JEMHOOKS_REGISTERING, NULL);
+            /* Whoever holds the remote key reaches pages that no block lies in. */
+            if (r->rails->access & (JEMHOOKS_REMOTE_WRITE | JEMHOOKS_REMOTE_ATOMIC) && !JH_FAULT(mark_skipped))
+                jh_pages_mark_uncommitted(&r->pages);
+        }
+        pthread_mutex_unlock(&r->pages.lock);
+        if (mine) break;
+    }
+    JH_PAUSE(registering);
+    int rc = take(r);
+    if (r->live) count_registered(r->rails, r->hot.length);
+    settle(r);
+    if (rc) atomic_fetch_add(&r->rails->failures, 1);
+    return rc;
+}
+
+/* registered -> deregistering, if nothing holds it there. */
+static bool claim_to_deregister(jh_registration *r, bool busy) {
+    bool mine = false;
+    if (JH_FAULT(idle_unlocked)) { /* decide before locking, as the contract forbids */
+        if (jh_state(&r->hot) != JEMHOOKS_REGISTERED || jh_pages_committed(&r->pages)) return false;
+        JH_PAUSE(idle);
+        busy = true;
+    }
+    pthread_mutex_lock(&r->pages.lock);
+    if (jh_state(&r->hot) == JEMHOOKS_REGISTERED && (busy || !r->pages.committed)) {
+        uint64_t unleased = JEMHOOKS_REGISTERED;
+        __atomic_store_n(&r->claimant, pthread_self(), __ATOMIC_RELEASE);
+        mine = __atomic_compare_exchange_n(&r->hot.word, &unleased, JEMHOOKS_DEREGISTERING, false, __ATOMIC_ACQ_REL,
+                                           __ATOMIC_RELAXED);
+        if (mine) move(r, JEMHOOKS_DEREGISTERING, NULL);
+    }
+    pthread_mutex_unlock(&r->pages.lock);
+    return mine;
+}
+
+int jh_deregister(jh_registration *r, bool busy) {
+    int state = settled(r);
+    if (state < 0) return state;
+    if (state != JEMHOOKS_REGISTERED || !claim_to_deregister(r, busy)) return -EBUSY;
+    JH_PAUSE(deregistering);
+    int rc = drop(r);
+    if (!r->live) {
+        atomic_fetch_add(&r->rails->deregistrations, 1);
+        atomic_fetch_sub(&r->rails->registered, r->hot.length);
+    }
+    settle(r);
+    return rc;
+}

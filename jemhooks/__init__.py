@@ -1,0 +1,110 @@
+"""jemhooks: RDMA-ready memory from the jemalloc you already have.
+
+Importing this package always succeeds. The native library loads when something that needs it is first used; where it
+cannot, LoadError names the remedies. See :func:`bootstrap`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .access import Access
+from .errors import (
+    AllocationError,
+    ClosedError,
+    ConfigError,
+    ForkError,
+    JemhooksError,
+    LoadError,
+    NotOursError,
+    PinLimitError,
+    ProviderError,
+    RegistrationError,
+    TransferError,
+)
+from .run import bootstrap
+
+if TYPE_CHECKING:
+    from .arena import Arena, Stats
+    from .block import Block
+    from .providers import Anonymous, Fixed, Provider
+    from .lookup import Key, Lease, Region, State, key, keys, lease, lkey, region, rkey
+    from .registrars.base import Registrar
+    from .registrars.fabric import Fabric, Transfer
+    from .registrars.null import Null
+    from .registrars.uring import Uring
+
+_LAZY = {
+    **dict.fromkeys(("Arena", "Stats"), "arena"),
+    "Block": "block",
+    **dict.fromkeys(("Anonymous", "Fixed", "Provider"), "providers"),
+    **dict.fromkeys(("Key", "Lease", "Region", "State", "key", "keys", "lease", "lkey", "region", "rkey"), "lookup"),
+    "Registrar": "registrars.base",
+    **dict.fromkeys(("Fabric", "Transfer"), "registrars.fabric"),
+    "Null": "registrars.null",
+    "Uring": "registrars.uring",
+}
+
+__all__ = [
+    "Access",
+    "AllocationError",
+    "Anonymous",
+    "Arena",
+    "Block",
+    "ClosedError",
+    "ConfigError",
+    "Fabric",
+    "Fixed",
+    "ForkError",
+    "JemhooksError",
+    "Key",
+    "Lease",
+    "LoadError",
+    "NotOursError",
+    "Null",
+    "PinLimitError",
+    "Provider",
+    "ProviderError",
+    "Region",
+    "Registrar",
+    "RegistrationError",
+    "State",
+    "Stats",
+    "Transfer",
+    "TransferError",
+    "Uring",
+    "__version__",
+    "bootstrap",
+    "build_config",
+    "key",
+    "keys",
+    "lease",
+    "lkey",
+    "region",
+    "rkey",
+]
+
+
+def build_config() -> dict[str, str]:
+    """What was chosen when jemhooks was configured: {"allocator": "jemalloc", "fabric": "on", …}."""
+    from ._build import BUILD_CONFIG
+
+    return dict(item.split("=", 1) for item in BUILD_CONFIG.split())
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from ._build import VERSION
+
+        return VERSION
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{module}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

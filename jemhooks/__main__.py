@@ -1,0 +1,5 @@
+"""``python -m jemhooks``."""
+
+from .cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,105 @@
+"""``jemhooks doctor``: what is here, what works, and what to do about what does not."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from . import build_config
+from .errors import JemhooksError, LoadError
+from .loader import TUNABLE, environment, jemalloc_path, spare_needed, spare_set, tls_size
+
+_MiB = 1 << 20
+
+
+def _line(good: bool | None, what: str, text: object, remedy: str = "") -> str:
+    mark = {True: "ok  ", False: "FAIL", None: "    "}[good]
+    return f"{mark} {what:<16}{text}" + (f"\n     {'':<16}-> {remedy}" if remedy else "")
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else f"{value / _MiB:g} MiB"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return "not readable"
+
+
+def _jemalloc() -> Iterator[str]:
+    path = jemalloc_path()
+    if path is None:
+        yield _line(False, "libjemalloc", "not found", "install libjemalloc2 (Debian) or jemalloc (Fedora)")
+        return
+    need, have = spare_needed(path), spare_set()
+    yield _line(None, "libjemalloc", f"{path}, thread-local storage {tls_size(path)} bytes (PT_TLS)")
+    try:
+        from ._native import ffi, lib
+    except LoadError as e:
+        yield _line(False, "loading", f"{TUNABLE} is {have} bytes, {need} would do", str(e).replace("\n", "\n" + " " * 24))
+        yield _line(None, "", f"or: export GLIBC_TUNABLES={environment()['GLIBC_TUNABLES']}")
+        return
+    yield _line(True, "loading", f"{TUNABLE} is {have} bytes")
+    version: str = ffi.string(lib.jemhooks_allocator_version()).decode()
+    prefixed = b"je_mallocx" in path.read_bytes()
+    yield _line(True, "jemalloc", f"{version}, symbols {'je_…' if prefixed else 'without prefix'}")
+
+
+def _machine() -> Iterator[str]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    small = soft != resource.RLIM_INFINITY and soft < 64 * _MiB
+    yield _line(None, "memlock", f"soft {_limit(soft)}, hard {_limit(hard)} (root is exempt)",
+                "ulimit -l unlimited, or LimitMEMLOCK= of the service, if registrations fail" if small else "")  # fmt: skip
+    thp = _read("/sys/kernel/mm/transparent_hugepage/enabled")
+    yield _line(None, "huge pages", f"transparent: {thp}", "" if "[never]" not in thp else "madvise makes registration cheaper")
+    for size in ("2048", "1048576"):
+        pages = _read(f"/sys/kernel/mm/hugepages/hugepages-{size}kB/nr_hugepages")
+        yield _line(None, "", f"reserved, {int(size) // 1024} MiB each: {pages}")
+    yield _line(None, "io_uring", f"kernel.io_uring_disabled = {_read('/proc/sys/kernel/io_uring_disabled')}")
+
+
+def _try(open_registrar: Callable[[], Any]) -> str:
+    """Open a registrar, register a region with it, deregister it; which of its kind it is."""
+    from .arena import Arena
+    from .lookup import key
+
+    with open_registrar() as registrar, Arena(registrar, region_max="2MiB") as arena:
+        where = key(arena.block(1))
+        detail = f"{registrar.info().provider}, " if registrar.name == "fabric" else ""
+        return f"{detail}registered a region (rkey {where.rkey:#x})"
+
+
+def _registrars() -> Iterator[str]:
+    try:
+        from .registrars.fabric import Fabric
+        from .registrars.null import Null
+        from .registrars.uring import Uring
+    except LoadError:
+        yield _line(None, "registrars", "cannot be tried before the library loads")
+        return
+    kinds: dict[str, Callable[[], Any]] = {"null": Null, "uring": lambda: Uring(slots=8), "fabric": Fabric}
+    for name, open_registrar in kinds.items():
+        try:
+            yield _line(True, name, _try(open_registrar))
+        except JemhooksError as e:
+            yield _line(False, name, type(e).__name__, str(e))
+
+
+def doctor() -> int:
+    """Print the findings; 0 if everything that was built works, else 1."""
+    yield_from = [
+        _line(None, "jemhooks", " ".join(f"{k}={v}" for k, v in build_config().items())),
+        _line(None, "python", f"{platform.python_version()} at {sys.executable}, {' '.join(platform.libc_ver())}, Linux {platform.release()}"),
+        *_jemalloc(),
+        *_machine(),
+        *_registrars(),
+    ]
+    print("\n".join(yield_from))
+    absent = {k for k, v in build_config().items() if v == "off"}
+    return int(any(line.startswith("FAIL") and line[5:].split()[0] not in absent for line in yield_from))

@@ -1,0 +1,73 @@
+"""Where an arena's memory comes from."""
+
+from __future__ import annotations
+
+from typing import Any, SupportsIndex
+
+from ._native import check, ffi, lib
+from .errors import ConfigError
+from .memory import span
+from .sizes import size
+
+
+class Provider:
+    """The base of all providers. A provider may serve several arenas (but see Fixed) and lives as long as any of them."""
+
+    host_accessible: bool = True
+
+    def __init__(self, pointer: Any, keep: Any = None) -> None:
+        self._pointer = ffi.gc(pointer, lib.jemhooks_provider_close)
+        self._keep = keep
+
+
+class Anonymous(Provider):
+    """Private anonymous memory.
+
+    :param hugetlb: None for ordinary pages; "2MiB" or "1GiB" for reserved huge pages (vm.nr_hugepages).
+    :param thp: let the kernel use transparent huge pages: registering 2 MiB then costs about a thirtieth.
+    :param numa_node: bind the memory to this NUMA node; None leaves the choice to the kernel.
+    :raises ConfigError, ProviderError: no such page size or node here.
+    """
+
+    def __init__(self, *, hugetlb: SupportsIndex | str | None = None, thp: bool = True, numa_node: int | None = None) -> None:
+        if numa_node is not None and not 0 <= numa_node < 2**31:
+            raise ConfigError(f"numa_node {numa_node} is not a NUMA node; None leaves the choice to the kernel")
+        config = ffi.new("jemhooks_anonymous_config *")
+        config.size = ffi.sizeof("jemhooks_anonymous_config")
+        config.page_size = 0 if hugetlb is None else size(hugetlb, "hugetlb", 1)
+        config.transparent_huge = thp
+        config.numa_node = -1 if numa_node is None else numa_node
+        out = ffi.new("jemhooks_provider **")
+        check(lib.jemhooks_provider_anonymous(config, out))
+        super().__init__(out[0])
+
+
+class Fixed(Provider):
+    """A range that you own, for one arena at a time; rounded inwards to 4 KiB. It is never given back or unmapped.
+
+    :param memory: a writable buffer (kept alive), or an integer address, which must stay valid as long as the arena.
+    :param length: bytes; needed with an address, otherwise the buffer's own length.
+    :param host_accessible: False for memory that the CPU must not touch (device memory): it can then be allocated,
+        freed and registered, but not zeroed, viewed or copied.
+    :param zeroed: the range holds only zero bytes, which saves clearing it.
+    """
+
+    def __init__(
+        self, memory: Any, length: SupportsIndex | str | None = None, *, host_accessible: bool = True, zeroed: bool = False
+    ) -> None:
+        address, have = span(memory, writable=True)
+        if have is None and length is None:
+            raise ConfigError("Fixed: an address needs a length")
+        nbytes = size(have if length is None else length, "length", 1)  # type: ignore[arg-type]
+        if have is not None and nbytes > have:
+            raise ConfigError(f"Fixed: length {nbytes} is more than the {have} bytes of the buffer")
+        config = ffi.new("jemhooks_fixed_config *")
+        config.size = ffi.sizeof("jemhooks_fixed_config")
+        config.base = ffi.cast("void *", address)
+        config.length = nbytes
+        config.host_accessible = host_accessible
+        config.zeroed = zeroed
+        out = ffi.new("jemhooks_provider **")
+        check(lib.jemhooks_provider_fixed(config, out))
+        super().__init__(out[0], memory)
+        self.host_accessible = host_accessible

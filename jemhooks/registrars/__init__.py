@@ -1,0 +1,1 @@
+"""Who registers memory: one module per kind."""
