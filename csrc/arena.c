@@ -199,15 +199,15 @@ static void *allocate(const char *call, jemhooks_arena *a, size_t size, size_t a
     if (zero && !a->space.provider->host_accessible)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EOPNOTSUPP, "%s: arena '%s' is over memory that the host cannot touch, so it cannot "
                        "be cleared; allocate without zeroing", call, a->name), NULL;
-    jh_region *r;
+    jemhooks_region *r;
     void *p = jh_heap_alloc(a->heap, size, alignment, zero, &r);
     if (!p && size <= a->space.region_limit) { /* dirty pages may be in the way */
         jh_heap_purge(a->heap, true);
         p = jh_heap_alloc(a->heap, size, alignment, zero, &r);
     }
     if (!p) return refused(call, a, size);
-    if (a->space.rails.policy == JEMHOOKS_EAGER && jh_state(&r->registration.hot) != JEMHOOKS_REGISTERED &&
-        jh_register(&r->registration)) {
+    if (a->space.rails.policy == JEMHOOKS_EAGER && jh_state(r) != JEMHOOKS_REGISTERED &&
+        jh_register(&jh_region_at(p)->registration)) {
         jh_heap_free(a->heap, p);
         return NULL;
     }
@@ -239,8 +239,8 @@ void *jemhooks_aligned_calloc(jemhooks_arena *arena, size_t alignment, size_t co
 
 /* The arena of a pointer that a caller gave us. */
 static jemhooks_arena *owner(const char *call, const void *p) {
-    jh_region *r = jh_region_at(p);
-    if (r) return r->space->arena;
+    const jemhooks_region *r = jemhooks_region_of(p);
+    if (r) return r->arena;
     jh_fail(JEMHOOKS_ERROR_NOT_OURS, ENOENT, "%s: address %p lies in no region of any arena; nothing was done", call, p);
     return NULL;
 }
@@ -315,7 +315,7 @@ int jemhooks_regions(jemhooks_arena *arena, jemhooks_region_info *info, size_t *
     size_t n = 0;
     for (jh_region *r = atomic_load(&arena->space.regions); r; r = r->next, n++) {
         if (n >= *count) continue;
-        const jemhooks_region *hot = &r->registration.hot;
+        const jemhooks_region *hot = r->registration.hot;
         pthread_mutex_lock(&r->registration.pages.lock);
         uint64_t word = __atomic_load_n(&hot->word, __ATOMIC_RELAXED);
         info[n] = (jemhooks_region_info){hot->base, hot->length, r->registration.pages.committed * JH_PAGE, hot->lkey, hot->rkey,

@@ -9,9 +9,14 @@ static int not_ours(const char *call, const void *p) {
                    "or make its range one with a fixed provider", call, p);
 }
 
+static jh_registration *registration_at(const void *p) {
+    jh_region *r = jh_region_at(p);
+    return r ? &r->registration : NULL;
+}
+
 /* The registration of live address p, that may be registered. NULL with *rc, recorded. */
 static jh_registration *find(const char *call, const void *p, int *rc) {
-    jh_registration *r = (jh_registration *)jemhooks_region_of(p);
+    jh_registration *r = registration_at(p);
     if (!r)
         *rc = not_ours(call, p);
     else if (jh_frozen(r->rails->epoch))
@@ -33,21 +38,16 @@ jemhooks_region *jemhooks_find_region(const void *p) {
 static int slow_key(const char *call, const void *p, jemhooks_key *key) {
     for (;;) {
         int rc;
-        jemhooks_key k;
         jh_registration *r = find(call, p, &rc);
         if (!r || (rc = jh_register(r))) return rc;
-        if (jemhooks_lookup(p, &k)) continue; /* deregistered again: its block was freed meanwhile */
-        *key = k;
-        return 0;
+        if (!jemhooks_lookup(p, key)) return 0; /* else deregistered again: its block was freed meanwhile */
     }
 }
 
 int jemhooks_get_key(const void *p, jemhooks_key *key) {
-    jemhooks_key k;
     if (!key) return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_get_key: nowhere to put the key (NULL)");
-    if (atomic_load_explicit(&jh_fork_epoch, memory_order_relaxed) || jemhooks_lookup(p, &k))
+    if (atomic_load_explicit(&jh_fork_epoch, memory_order_relaxed) || jemhooks_lookup(p, key))
         return slow_key("jemhooks_get_key", p, key);
-    *key = k;
     return 0;
 }
 
@@ -65,13 +65,13 @@ static int rail(const char *call, const void *p, unsigned number, jemhooks_mr *m
     for (;;) {
         int rc = slow_key(call, p, key);
         if (rc) return rc;
-        jh_registration *r = (jh_registration *)jemhooks_region_of(p);
+        jh_registration *r = registration_at(p);
         if (!r) return not_ours(call, p);
         if (number >= r->rails->count)
             return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "%s: arena '%s' has %u registrars; %u is not one of 0 to %u", call,
                            r->rails->name, r->rails->count, number, r->rails->count - 1);
         pthread_mutex_lock(&r->pages.lock);
-        bool same = r->hot.generation == key->generation, live = number < r->live;
+        bool same = r->hot->generation == key->generation, live = number < r->live;
         if (same && live) *mr = r->mr[number];
         pthread_mutex_unlock(&r->pages.lock);
         if (same && !live)
@@ -112,10 +112,10 @@ int jemhooks_lease(const void *p, jemhooks_key *key) {
     jh_registration *r = find("jemhooks_lease", p, &rc);
     if (!r) return rc;
     for (;;) {
-        uint64_t word = __atomic_load_n(&r->hot.word, __ATOMIC_ACQUIRE);
+        uint64_t word = __atomic_load_n(&r->hot->word, __ATOMIC_ACQUIRE);
         if ((word & 255) != JEMHOOKS_REGISTERED) {
             if ((rc = jh_register(r))) return rc;
-        } else if (__atomic_compare_exchange_n(&r->hot.word, &word, word + 256, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+        } else if (__atomic_compare_exchange_n(&r->hot->word, &word, word + 256, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
             break;
         }
     }
@@ -126,9 +126,9 @@ int jemhooks_release(const void *p) {
     int rc;
     jh_registration *r = find("jemhooks_release", p, &rc);
     if (!r) return rc;
-    uint64_t word = __atomic_load_n(&r->hot.word, __ATOMIC_RELAXED);
+    uint64_t word = __atomic_load_n(&r->hot->word, __ATOMIC_RELAXED);
     while (word >> 8)
-        if (__atomic_compare_exchange_n(&r->hot.word, &word, word - 256, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return 0;
+        if (__atomic_compare_exchange_n(&r->hot->word, &word, word - 256, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return 0;
     return jh_fail(JEMHOOKS_ERROR_CONFIG, EALREADY, "jemhooks_release: the region of %p holds no lease; release once for each "
                    "jemhooks_lease()", p);
 }

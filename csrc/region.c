@@ -14,33 +14,64 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#define SLAB ((size_t)64 << 10)
+/* Structs come from slabs: first the public halves, 128 bytes each and close together, since look-ups read nothing else;
+ * then the private halves in the same order. Either half is found from the other's address. */
+#define SLAB ((size_t)1 << 20)
+#define PER_SLAB (SLAB / (sizeof(jemhooks_region) + sizeof(jh_region)))
+
+typedef struct slab {
+    jemhooks_region hot[PER_SLAB];
+    jh_region region[PER_SLAB];
+} slab;
 
 atomic_size_t jh_stranded;
 static pthread_mutex_t pool = PTHREAD_MUTEX_INITIALIZER;
-static jh_region *unused;
+static jh_region *unused; /* returned ones        */
+static slab *newest;
+static size_t taken = PER_SLAB; /* of the newest slab */
 
 /* Half-made lists of the parent's other threads are left behind; the parent's structs stay readable. */
 static void in_child(void) {
     pthread_mutex_init(&pool, NULL);
     unused = NULL;
+    taken = PER_SLAB;
 }
 
 __attribute__((constructor)) static void watch_forks(void) {
     pthread_atfork(NULL, NULL, in_child);
 }
 
+static jh_region *region_of_hot(const jemhooks_region *hot) {
+    slab *s = (slab *)((uintptr_t)hot & ~(SLAB - 1));
+    return &s->region[hot - s->hot];
+}
+
+jh_region *jh_region_at(const void *address) {
+    jemhooks_region *hot = jemhooks_region_of(address);
+    return hot ? region_of_hot(hot) : NULL;
+}
+
+static bool grow_pool(void) {
+    char *room = mmap(NULL, 2 * SLAB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (room == MAP_FAILED) return false;
+    char *base = (char *)(((uintptr_t)room + SLAB - 1) & ~(SLAB - 1));
+    if (base > room) munmap(room, (size_t)(base - room));
+    munmap(base + SLAB, (size_t)(room + SLAB - base));
+    newest = (slab *)base;
+    taken = 0;
+    return true;
+}
+
 static jh_region *pool_take(void) {
+    jh_region *r = NULL;
     pthread_mutex_lock(&pool);
-    if (!unused) {
-        jh_region *slab = (jh_region *)mmap(NULL, SLAB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        for (size_t i = 0; slab != MAP_FAILED && i < SLAB / sizeof *slab; i++) {
-            slab[i].next = unused;
-            unused = &slab[i];
-        }
+    if (unused) {
+        r = unused;
+        unused = r->next;
+    } else if (taken < PER_SLAB || grow_pool()) {
+        r = &newest->region[taken];
+        r->registration.hot = &newest->hot[taken++];
     }
-    jh_region *r = unused;
-    if (r) unused = r->next;
     pthread_mutex_unlock(&pool);
     return r;
 }
@@ -54,7 +85,7 @@ static void pool_return(jh_region *r) {
 
 /* Shows the region to the world, or (length 0) takes it away. */
 static void publish(jh_region *r, unsigned state, void *base, size_t length) {
-    jemhooks_region *hot = &r->registration.hot;
+    jemhooks_region *hot = r->registration.hot;
     jh_hot_begin(hot);
     jh_hot_set(&hot->base, (uintptr_t)base);
     jh_hot_set(&hot->length, length);
@@ -81,10 +112,12 @@ static jh_region *region_open(jh_space *s, size_t length, size_t alignment) {
     atomic_store(&r->inner, 0);
     r->registration.rails = &s->rails;
     r->registration.live = 0;
-    memset(r->registration.hot.user, 0, sizeof r->registration.hot.user);
+    memset(r->registration.hot->user, 0, sizeof r->registration.hot->user);
     publish(r, JEMHOOKS_MAPPED, base, length);
-    if ((err = -jh_pagemap_insert(&r->registration.hot, &r->outer))) goto not_entered;
-    if (r->outer) atomic_fetch_add(&((jh_region *)r->outer)->inner, 1);
+    jemhooks_region *outer = NULL;
+    if ((err = -jh_pagemap_insert(r->registration.hot, &outer))) goto not_entered;
+    r->outer = outer ? region_of_hot(outer) : NULL;
+    if (r->outer) atomic_fetch_add(&r->outer->inner, 1);
     r->next_open = s->open;
     s->open = r;
     r->next = atomic_load(&s->regions);
@@ -107,21 +140,21 @@ no_struct:
 
 /* Takes the region out of the page map; the regions in its midst, if there still are any, now lie in its outer one. */
 static void region_hide(jh_region *r) {
-    jh_pagemap_remove(&r->registration.hot, r->outer);
-    if (r->outer) atomic_fetch_sub(&((jh_region *)r->outer)->inner, 1);
+    jh_pagemap_remove(r->registration.hot, r->outer ? r->outer->registration.hot : NULL);
+    if (r->outer) atomic_fetch_sub(&r->outer->inner, 1);
     if (!atomic_load(&r->inner)) return;
-    uintptr_t end = r->registration.hot.base + r->registration.hot.length;
-    for (uintptr_t a = r->registration.hot.base; a < end; a += JH_PAGE) {
+    uintptr_t end = r->registration.hot->base + r->registration.hot->length;
+    for (uintptr_t a = r->registration.hot->base; a < end; a += JH_PAGE) {
         jh_region *in = jh_region_at((void *)a);
-        if (!in || in->outer != &r->registration.hot) continue;
+        if (!in || in->outer != r) continue;
         in->outer = r->outer;
-        if (r->outer) atomic_fetch_add(&((jh_region *)r->outer)->inner, 1);
+        if (r->outer) atomic_fetch_add(&r->outer->inner, 1);
     }
 }
 
 static void region_close(jh_region *r) {
-    void *base = (void *)r->registration.hot.base;
-    size_t length = r->registration.hot.length;
+    void *base = (void *)r->registration.hot->base;
+    size_t length = r->registration.hot->length;
     region_hide(r);
     publish(r, JEMHOOKS_UNMAPPED, NULL, 0);
     jh_pages_fini(&r->registration.pages);
@@ -133,7 +166,7 @@ static void region_close(jh_region *r) {
  * and its provider open, but no look-up finds it. */
 static void strand(jh_region *r) {
     jh_space *s = r->space;
-    atomic_fetch_add(&jh_stranded, r->registration.hot.length);
+    atomic_fetch_add(&jh_stranded, r->registration.hot->length);
     region_hide(r);
     jh_provider_keep(s->provider);
     for (unsigned i = 0; i < s->rails.count; i++) jh_registrar_keep(s->rails.registrar[i]);
@@ -161,7 +194,7 @@ int jh_space_close(jh_space *s) {
     while (r) {
         jh_region *next = r->next;
         int rc = jh_deregister(&r->registration, true);
-        if (jh_state(&r->registration.hot) == JEMHOOKS_MAPPED) {
+        if (jh_state(r->registration.hot) == JEMHOOKS_MAPPED) {
             region_close(r);
         } else {
             first = first ? first : rc;
@@ -176,7 +209,7 @@ int jh_space_close(jh_space *s) {
 int jh_space_trim(jh_space *s, size_t *released) {
     int first = 0;
     for (jh_region *r = atomic_load(&s->regions); r; r = r->next) {
-        size_t length = r->registration.hot.length;
+        size_t length = r->registration.hot->length;
         int rc = jh_deregister(&r->registration, false);
         if (!rc) *released += length;
         else if (rc != -EBUSY && !first) first = rc;
@@ -187,7 +220,7 @@ int jh_space_trim(jh_space *s, size_t *released) {
 size_t jh_space_leases(const jh_space *s) {
     size_t n = 0;
     for (jh_region *r = atomic_load(&s->regions); r; r = r->next)
-        n += __atomic_load_n(&r->registration.hot.word, __ATOMIC_RELAXED) >> 8;
+        n += __atomic_load_n(&r->registration.hot->word, __ATOMIC_RELAXED) >> 8;
     return n;
 }
 
@@ -222,7 +255,7 @@ static void *extent(jh_region *r, size_t at, size_t size, bool *zero, bool *comm
 
 /* Can [*at, *at + size) be carved from the rest of r? */
 static bool fits(const jh_region *r, size_t size, size_t alignment, size_t *at) {
-    const jemhooks_region *hot = &r->registration.hot;
+    const jemhooks_region *hot = r->registration.hot;
     *at = ((hot->base + r->carved + alignment - 1) & ~(alignment - 1)) - hot->base;
     return *at <= hot->length && size <= hot->length - *at;
 }
@@ -242,7 +275,7 @@ void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, boo
     }
     if (r) {
         r->carved = at + size;
-        if (r->carved == r->registration.hot.length) *link = r->next_open;
+        if (r->carved == r->registration.hot->length) *link = r->next_open;
     }
     pthread_mutex_unlock(&s->carve);
     return r ? extent(r, at, size, zero, commit) : NULL;
@@ -252,8 +285,8 @@ void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, boo
     jh_region *r = jh_region_at(address);
     if (!r || r->space != s) return NULL;
     pthread_mutex_lock(&s->carve);
-    size_t at = (uintptr_t)address - r->registration.hot.base;
-    bool continues = at == r->carved && size <= r->registration.hot.length - at;
+    size_t at = (uintptr_t)address - r->registration.hot->base;
+    bool continues = at == r->carved && size <= r->registration.hot->length - at;
     if (continues) r->carved += size;
     pthread_mutex_unlock(&s->carve);
     return continues ? extent(r, at, size, zero, commit) : NULL;
@@ -271,7 +304,7 @@ void jh_region_decommit(jh_region *r, void *address, size_t length) {
     size_t first = (size_t)((char *)address - p->base) / JH_PAGE, n = length / JH_PAGE;
     pthread_mutex_lock(&p->lock);
     jh_pages_decommit(p, first, n);
-    unsigned state = jh_state(&r->registration.hot);
+    unsigned state = jh_state(r->registration.hot);
     if (state == JEMHOOKS_MAPPED || JH_FAULT(decommit_drops) ||
         (state == JEMHOOKS_REGISTERING && JH_FAULT(decommit_drops_registering)))
         jh_pages_give_back(p, first, n);

@@ -5,11 +5,11 @@
 #include "registration.h"
 
 typedef struct jh_region {
-    jh_registration registration; /* first: the public region, the registration and this are one address */
+    jh_registration registration;
     struct jh_space *space;
     struct jh_region *next;       /* in its space, newest first; or in the pool of unused structs */
     struct jh_region *next_open;  /* in its space's list of regions with a rest; guarded by space.carve */
-    jemhooks_region *outer;       /* the region in whose midst this one lies, if any              */
+    struct jh_region *outer;      /* the region in whose midst this one lies, if any              */
     atomic_uint inner;            /* how many lie in the midst of this one                        */
     size_t carved;                /* bytes handed to the allocator so far; guarded by space.carve */
     atomic_size_t destroyed;      /* bytes of which the allocator said so, while its arena ends   */
@@ -51,8 +51,6 @@ void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, boo
 void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, bool *commit);
 void jh_region_commit(jh_region *r, void *address, size_t length);
 void jh_region_decommit(jh_region *r, void *address, size_t length);
-static inline jh_region *jh_region_at(const void *address) {
-    return (jh_region *)jemhooks_region_of(address);
-}
+jh_region *jh_region_at(const void *address);
 
 #endif

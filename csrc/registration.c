@@ -43,14 +43,14 @@ void jh_hot_end(jemhooks_region *hot) {
 
 /* Moves the state, leases untouched; with keys of `mr`, or none. pages.lock held. */
 static void move(jh_registration *r, unsigned state, const jemhooks_mr *mr) {
-    jh_hot_begin(&r->hot);
-    jh_hot_set(&r->hot.lkey, mr ? mr->lkey : 0);
-    jh_hot_set(&r->hot.rkey, mr ? mr->rkey : 0);
-    jh_hot_set(&r->hot.remote_base, mr ? mr->remote_base : r->hot.base);
-    uint64_t word = __atomic_load_n(&r->hot.word, __ATOMIC_RELAXED);
-    while (!__atomic_compare_exchange_n(&r->hot.word, &word, (word & ~STATE) | state, false, __ATOMIC_ACQ_REL,
+    jh_hot_begin(r->hot);
+    jh_hot_set(&r->hot->lkey, mr ? mr->lkey : 0);
+    jh_hot_set(&r->hot->rkey, mr ? mr->rkey : 0);
+    jh_hot_set(&r->hot->remote_base, mr ? mr->remote_base : r->hot->base);
+    uint64_t word = __atomic_load_n(&r->hot->word, __ATOMIC_RELAXED);
+    while (!__atomic_compare_exchange_n(&r->hot->word, &word, (word & ~STATE) | state, false, __ATOMIC_ACQ_REL,
                                         __ATOMIC_RELAXED)) {}
-    jh_hot_end(&r->hot);
+    jh_hot_end(r->hot);
 }
 
 static bool claimed(unsigned state) {
@@ -59,14 +59,14 @@ static bool claimed(unsigned state) {
 
 /* Waits until the region is in no one's claim; its state then. -EDEADLK, recorded: the claim is this thread's. */
 static int settled(jh_registration *r) {
-    unsigned state = jh_state(&r->hot);
+    unsigned state = jh_state(r->hot);
     if (!claimed(state)) return (int)state;
     if (pthread_equal(__atomic_load_n(&r->claimant, __ATOMIC_ACQUIRE), pthread_self()))
         return jh_fail(JEMHOOKS_ERROR_REGISTRATION, EDEADLK, "arena '%s': a registrar asked for the region at %p while it "
                        "works on that very region; use memory of another arena inside a registrar", r->rails->name,
-                       (void *)r->hot.base);
+                       (void *)r->hot->base);
     pthread_mutex_lock(&claims);
-    while (claimed(state = jh_state(&r->hot))) pthread_cond_wait(&claim_ended, &claims);
+    while (claimed(state = jh_state(r->hot))) pthread_cond_wait(&claim_ended, &claims);
     pthread_mutex_unlock(&claims);
     return (int)state;
 }
@@ -79,8 +79,8 @@ static int drop(jh_registration *r) {
         int rc = JH_FAULT(deregister_lost) ? 0 : g->ops->deregister_memory(g->self, &r->mr[r->live - 1]);
         if (rc)
             return jh_fail(JEMHOOKS_ERROR_REGISTRATION, abs(rc), "arena '%s': %s failed to deregister %zu bytes at %p: %s; "
-                           "the region stays registered and mapped", r->rails->name, g->ops->name, (size_t)r->hot.length,
-                           (void *)r->hot.base, *jh_detail() ? jh_detail() : strerror(abs(rc)));
+                           "the region stays registered and mapped", r->rails->name, g->ops->name, (size_t)r->hot->length,
+                           (void *)r->hot->base, *jh_detail() ? jh_detail() : strerror(abs(rc)));
     }
     return 0;
 }
@@ -90,15 +90,15 @@ static int take(jh_registration *r) {
     for (r->live = 0; r->live < r->rails->count; r->live++) {
         jemhooks_registrar *g = r->rails->registrar[r->live];
         jemhooks_mr *mr = &r->mr[r->live];
-        *mr = (jemhooks_mr){.remote_base = r->hot.base};
+        *mr = (jemhooks_mr){.remote_base = r->hot->base};
         jh_detail_clear();
-        int rc = g->ops->register_memory(g->self, (void *)r->hot.base, r->hot.length, r->rails->access, mr);
+        int rc = g->ops->register_memory(g->self, (void *)r->hot->base, r->hot->length, r->rails->access, mr);
         if (!rc) continue;
         char why[512];
         snprintf(why, sizeof why, "%s", *jh_detail() ? jh_detail() : strerror(abs(rc)));
         drop(r);
         return jh_fail(JEMHOOKS_ERROR_REGISTRATION, abs(rc), "arena '%s': %s failed to register %zu bytes at %p: %s",
-                       r->rails->name, g->ops->name, (size_t)r->hot.length, (void *)r->hot.base, why);
+                       r->rails->name, g->ops->name, (size_t)r->hot->length, (void *)r->hot->base, why);
     }
     return 0;
 }
@@ -128,7 +128,7 @@ int jh_register(jh_registration *r) {
         if (state == JEMHOOKS_UNMAPPED)
             return jh_fail(JEMHOOKS_ERROR_NOT_OURS, ENOENT, "the region was unmapped: its arena is destroyed");
         pthread_mutex_lock(&r->pages.lock);
-        bool mine = jh_state(&r->hot) == JEMHOOKS_MAPPED;
+        bool mine = jh_state(r->hot) == JEMHOOKS_MAPPED;
         if (mine) {
             __atomic_store_n(&r->claimant, pthread_self(), __ATOMIC_RELEASE);
             move(r, JEMHOOKS_REGISTERING, NULL);
@@ -141,7 +141,7 @@ int jh_register(jh_registration *r) {
     }
     JH_PAUSE(registering);
     int rc = take(r);
-    if (r->live) count_registered(r->rails, r->hot.length);
+    if (r->live) count_registered(r->rails, r->hot->length);
     settle(r);
     if (rc) atomic_fetch_add(&r->rails->failures, 1);
     return rc;
@@ -151,15 +151,15 @@ int jh_register(jh_registration *r) {
 static bool claim_to_deregister(jh_registration *r, bool busy) {
     bool mine = false;
     if (JH_FAULT(idle_unlocked)) { /* decide before locking, as the contract forbids */
-        if (jh_state(&r->hot) != JEMHOOKS_REGISTERED || jh_pages_committed(&r->pages)) return false;
+        if (jh_state(r->hot) != JEMHOOKS_REGISTERED || jh_pages_committed(&r->pages)) return false;
         JH_PAUSE(idle);
         busy = true;
     }
     pthread_mutex_lock(&r->pages.lock);
-    if (jh_state(&r->hot) == JEMHOOKS_REGISTERED && (busy || !r->pages.committed)) {
+    if (jh_state(r->hot) == JEMHOOKS_REGISTERED && (busy || !r->pages.committed)) {
         uint64_t unleased = JEMHOOKS_REGISTERED;
         __atomic_store_n(&r->claimant, pthread_self(), __ATOMIC_RELEASE);
-        mine = __atomic_compare_exchange_n(&r->hot.word, &unleased, JEMHOOKS_DEREGISTERING, false, __ATOMIC_ACQ_REL,
+        mine = __atomic_compare_exchange_n(&r->hot->word, &unleased, JEMHOOKS_DEREGISTERING, false, __ATOMIC_ACQ_REL,
                                            __ATOMIC_RELAXED);
         if (mine) move(r, JEMHOOKS_DEREGISTERING, NULL);
     }
@@ -175,7 +175,7 @@ int jh_deregister(jh_registration *r, bool busy) {
     int rc = drop(r);
     if (!r->live) {
         atomic_fetch_add(&r->rails->deregistrations, 1);
-        atomic_fetch_sub(&r->rails->registered, r->hot.length);
+        atomic_fetch_sub(&r->rails->registered, r->hot->length);
     }
     settle(r);
     return rc;

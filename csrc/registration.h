@@ -18,7 +18,7 @@ typedef struct jh_rails {
 } jh_rails;
 
 typedef struct jh_registration {
-    jemhooks_region hot; /* what users and look-ups see; first, so that the two are one address */
+    jemhooks_region *hot; /* what users and look-ups see */
     jh_pages pages;
     jh_rails *rails;
     jemhooks_mr mr[JEMHOOKS_MAX_RAILS];

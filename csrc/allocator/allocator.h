@@ -12,8 +12,8 @@ int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **hea
 /* Ends all thread caches, then the heap, if no block lives: afterwards no hook runs any more. -EBUSY, not recorded,
  * with *active bytes still in use. */
 int jh_heap_destroy(jh_heap *heap, uint64_t *active);
-/* alignment: a power of two. *region is the region of the block. NULL, not recorded. */
-void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jh_region **region);
+/* alignment: a power of two. *region is that of the block. NULL, not recorded. */
+void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jemhooks_region **region);
 /* Grows or shrinks the block in place to `size` bytes, if that can be done. */
 bool jh_heap_resize(jh_heap *heap, void *p, size_t size);
 void jh_heap_free(jh_heap *heap, void *p);

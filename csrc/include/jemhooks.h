@@ -98,33 +98,40 @@ typedef struct jemhooks_pagemap_table {
 } jemhooks_pagemap_table;
 JEMHOOKS_API extern jemhooks_pagemap_table jemhooks_pagemap;
 
-/* The region that holds address p, or NULL: any value of p is allowed. Wait-free; a few nanoseconds. */
-static inline jemhooks_region *jemhooks_region_of(const void *p) {
+/* For the two functions below: the region whose entry covers p, and that need not reach as far as p, or NULL. */
+static inline jemhooks_region *jemhooks_region_near(const void *p) {
     uintptr_t a = (uintptr_t)p, i = a >> 21;
     if (i >= __atomic_load_n(&jemhooks_pagemap.slots, __ATOMIC_ACQUIRE)) return NULL;
     uintptr_t s = __atomic_load_n(&jemhooks_pagemap.slot[i], __ATOMIC_ACQUIRE);
-    if (s & 1) s = __atomic_load_n((uintptr_t *)(s - 1) + (a >> 12 & 511), __ATOMIC_ACQUIRE);
-    jemhooks_region *r = (jemhooks_region *)s;
+    if (__builtin_expect(s & 1, 0)) s = __atomic_load_n((uintptr_t *)(s - 1) + (a >> 12 & 511), __ATOMIC_ACQUIRE);
+    return (jemhooks_region *)s;
+}
+
+/* The region that holds address p, or NULL: any value of p is allowed. Wait-free; a few nanoseconds. */
+static inline jemhooks_region *jemhooks_region_of(const void *p) {
+    jemhooks_region *r = jemhooks_region_near(p);
+    uintptr_t a = (uintptr_t)p;
     if (!r) return NULL;
     return a - __atomic_load_n(&r->base, __ATOMIC_RELAXED) < __atomic_load_n(&r->length, __ATOMIC_RELAXED) ? r : NULL;
 }
 
 /* The key of address p if its region is registered now: 0; -ENOENT: in no region; -EAGAIN: not registered at this
- * moment (jemhooks_get_key() registers it). Wait-free, sets no error text. */
+ * moment (jemhooks_get_key() registers it). On failure *key is untouched. Wait-free, sets no error text. */
 static inline int jemhooks_lookup(const void *p, jemhooks_key *key) {
-    jemhooks_region *r = jemhooks_region_of(p);
+    jemhooks_region *r = jemhooks_region_near(p);
     if (!r) return -ENOENT;
     uint64_t g = __atomic_load_n(&r->generation, __ATOMIC_ACQUIRE);
     uint64_t base = __atomic_load_n(&r->base, __ATOMIC_ACQUIRE), length = __atomic_load_n(&r->length, __ATOMIC_ACQUIRE);
     uint64_t word = __atomic_load_n(&r->word, __ATOMIC_ACQUIRE), remote = __atomic_load_n(&r->remote_base, __ATOMIC_ACQUIRE);
-    key->lkey = __atomic_load_n(&r->lkey, __ATOMIC_ACQUIRE);
-    key->rkey = __atomic_load_n(&r->rkey, __ATOMIC_ACQUIRE);
+    uint64_t lkey = __atomic_load_n(&r->lkey, __ATOMIC_ACQUIRE), rkey = __atomic_load_n(&r->rkey, __ATOMIC_ACQUIRE);
     uint64_t offset = (uintptr_t)p - base;
-    if (__atomic_load_n(&r->generation, __ATOMIC_RELAXED) != g || g & 1 || (word & 255) != JEMHOOKS_REGISTERED ||
-        offset >= length)
-        return -EAGAIN;
+    if (__atomic_load_n(&r->generation, __ATOMIC_RELAXED) != g || g & 1) return -EAGAIN;
+    if (offset >= length) return -ENOENT;
+    if ((word & 255) != JEMHOOKS_REGISTERED) return -EAGAIN;
     key->addr = remote + offset;
     key->length = length - offset;
+    key->lkey = lkey;
+    key->rkey = rkey;
     key->generation = g;
     return 0;
 }

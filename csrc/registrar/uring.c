@@ -1,7 +1,7 @@
 /* uring.c - the registrar "uring": pins memory as io_uring fixed buffers, one ring with one sparse buffer table.
  *
  * A region takes a run of consecutive slots, 1 GiB each but the last; its key is the first one. Slots are taken
- * next-fit, so that a key is not given out again at once. Before Linux 6.4 or so the kernel may unpin up to a second
+ * next-fit, so that a key is not given out again at once. Older kernels (5.13, for one) unpin up to a second
  * after a deregistration: the slot is empty at once, VmPin and the memlock account follow later.
  * Concurrency: `table` guards the slots and is never held over a system call, which the kernel serializes itself;
  * `transfers` is held over one whole piece of a transfer, for the ring has one completion queue.                     */

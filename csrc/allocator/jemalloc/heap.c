@@ -102,7 +102,7 @@ static void raise_bound(jh_heap *heap, size_t size, size_t alignment) {
     }
 }
 
-void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jh_region **region) {
+void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jemhooks_region **region) {
     int flags = jh_tcache_flags(heap);
     if (alignment > 1) flags |= MALLOCX_LG_ALIGN(__builtin_ctzl(alignment));
     /* Before 5.3 jemalloc clears by MADV_DONTNEED, past every hook. */
@@ -110,8 +110,8 @@ void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jh_
     if (!jh_jemalloc.bounds_growth && size > (size_t)1 << 20) raise_bound(heap, size, alignment);
     void *p = je_mallocx(size, flags);
     if (!p) return NULL;
-    *region = jh_region_at(p);
-    if (!*region || (*region)->space != heap->space) { /* late in a thread's exit jemalloc answers from arena 0 */
+    *region = jemhooks_region_of(p);
+    if (!*region || (*region)->arena != heap->space->arena) { /* late in a thread's exit jemalloc answers from arena 0 */
         je_dallocx(p, MALLOCX_TCACHE_NONE);
         return NULL;
     }

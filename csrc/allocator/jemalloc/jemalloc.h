@@ -100,7 +100,8 @@ typedef struct jh_thread {
     } *entry;
     jh_tcache *caches;     /* guarded by tcache.c's lock */
 } jh_thread;
-extern _Thread_local jh_thread *jh_this_thread;
+/* A pointer's worth of initial-exec storage fits wherever jemalloc's own kilobytes do, and is found without a call. */
+extern _Thread_local jh_thread *jh_this_thread __attribute__((tls_model("initial-exec")));
 
 /* The flags for a heap that the calling thread has not used yet. */
 int jh_tcache_make(jh_heap *heap);
