@@ -15,6 +15,7 @@ import argparse
 import multiprocessing as mp
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -48,7 +49,9 @@ def wrong(array: np.ndarray, seed: int) -> int:
 def bar(what: str, done: int, total: int) -> None:
     if sys.stderr.isatty():
         width = 40 * done // total
-        sys.stderr.write(f"\r{what:<12}[{'#' * width}{'.' * (40 - width)}] {done}/{total}" + ("\n" if done == total else ""))
+        sys.stderr.write(
+            f"\r{what:<12}[{'#' * width}{'.' * (40 - width)}] {done}/{total}" + ("\n" if done == total else "")
+        )
         sys.stderr.flush()
     elif done == total:
         print(f"{what:<12}{done}/{total}", file=sys.stderr)
@@ -80,7 +83,7 @@ def ask(pipe: Connection, request: str) -> object:
     return pipe.recv()
 
 
-def run(what: str, start, pairs: list) -> float:  # noqa: ANN001
+def run(what: str, start: Callable[..., jh.Transfer], pairs: list) -> float:
     """Start all transfers, a window of them at a time, and wait; the seconds it took."""
     begun = time.perf_counter()
     window: list[jh.Transfer] = []
@@ -115,7 +118,8 @@ def initiator(pipe: Connection, options: argparse.Namespace) -> int:
         transfers = 2 * len(pairs)
         print(f"provider        {fabric.info().provider}")
         print(f"transfers       {transfers} ({2 * nbytes} bytes), every byte checked: {bad} wrong")
-        print(f"registrations   {here} here, {there} at the target; registering per transfer would have done {2 * transfers}")
+        needs = "" if here else " (this provider needs no local keys)"
+        print(f"registrations   {there} at the target, {here} here{needs}; per transfer: {2 * transfers}")
         print(f"throughput      put {nbytes / put / 1e6:.0f} MB/s, get {nbytes / got / 1e6:.0f} MB/s")
         return int(bad > 0)
 

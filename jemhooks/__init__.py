@@ -28,8 +28,8 @@ from .run import bootstrap
 if TYPE_CHECKING:
     from .arena import Arena, Stats
     from .block import Block
-    from .providers import Anonymous, Fixed, Provider
     from .lookup import Key, Lease, Region, State, key, keys, lease, lkey, region, rkey
+    from .providers import Anonymous, Fixed, Provider
     from .registrars.base import Registrar
     from .registrars.fabric import Fabric, Transfer
     from .registrars.null import Null

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import warnings
-import weakref
-from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -18,10 +15,12 @@ import numpy.typing as npt
 
 from ._native import callbacks, check, error, ffi, lib
 from .access import Access, access_flags
+from .arrays import Arrays
+from .block import Block
 from .errors import ClosedError, ConfigError
+from .lifetime import by_address, drain, unfinished
 from .providers import Provider
 from .registrars.base import Registrar
-from .block import Block, Shape, array_size
 from .sizes import LIMIT, ranged, size
 
 _POLICIES = {"lazy": 0, "eager": 1, "none": 2}  # enum jemhooks_policy
@@ -37,21 +36,8 @@ _BLOCK_STATS = ("current_bytes", "current_count", "peak_bytes", "peak_count", "t
 Stats = NamedTuple("Stats", [(n, int) for n in _BLOCK_STATS + _STATS])  # type: ignore[misc]
 Stats.__doc__ = "An arena's account: its blocks in bytes and counts, then its regions in bytes (but for the counts)."
 
-by_address: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()  # C arena -> Arena
-_unfinished: deque[Arena] = deque()  # closed, unused, but found so where the arena could not be destroyed
 
-
-def drain() -> None:
-    """Destroy closed arenas whose last use ended in a finaliser."""
-    while _unfinished and not callbacks.depth:
-        try:
-            arena = _unfinished.popleft()
-        except IndexError:  # another thread took it
-            return
-        arena._finish()
-
-
-class Arena:
+class Arena(Arrays):
     """Memory in regions that registrars have registered.
 
     :param registrars: one registrar or up to four (rails); a region is registered with all of them or with none.
@@ -107,8 +93,12 @@ class Arena:
         config.region_min = size(region_min, "region_min", 1)
         config.region_max = size(region_max, "region_max", 1)
         config.shards = ranged(shards, "shards", 1, 64)
-        config.dirty_decay_ms = ranged(_DECAY_DEFAULT if dirty_decay_ms is None else dirty_decay_ms, "dirty_decay_ms", -2, LIMIT)
-        config.muzzy_decay_ms = ranged(_DECAY_DEFAULT if muzzy_decay_ms is None else muzzy_decay_ms, "muzzy_decay_ms", -2, LIMIT)
+        config.dirty_decay_ms = ranged(
+            _DECAY_DEFAULT if dirty_decay_ms is None else dirty_decay_ms, "dirty_decay_ms", -2, LIMIT
+        )
+        config.muzzy_decay_ms = ranged(
+            _DECAY_DEFAULT if muzzy_decay_ms is None else muzzy_decay_ms, "muzzy_decay_ms", -2, LIMIT
+        )
         out = ffi.new("jh_face **")
         with ExitStack() as stack:
             rails = ffi.new("jemhooks_registrar *[]", [stack.enter_context(r._native()) for r in self.registrars])
@@ -136,7 +126,7 @@ class Arena:
 
     def _finish(self) -> None:
         if callbacks.depth:
-            _unfinished.append(self)
+            unfinished.append(self)
             return
         by_address.pop(self._address, None)
         rc = lib.jh_face_finish(self._face)
@@ -150,19 +140,26 @@ class Arena:
 
     def _last_use_ended(self) -> None:
         if any(r.in_python for r in self.registrars):
-            _unfinished.append(self)
+            unfinished.append(self)
         else:
             self._finish()
 
     def __enter__(self) -> Arena:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __del__(self) -> None:
         if not self._closed and self._pid == os.getpid():
-            warnings.warn(f"arena '{self.name}' was not closed; use it in a with statement", ResourceWarning, source=self)
+            warnings.warn(
+                f"arena '{self.name}' was not closed; use it in a with statement",
+                ResourceWarning,
+                stacklevel=2,
+                source=self,
+            )
             self._closed = True
             if lib.jh_face_close(self._face):
                 self._last_use_ended()
@@ -170,11 +167,11 @@ class Arena:
     def __repr__(self) -> str:
         return f"<jemhooks.Arena '{self.name}' {self.policy}{' closed' if self._closed else ''}>"
 
-    # ---- blocks and arrays ------------------------------------------------------------------------------------------
+    # ---- blocks; the arrays are in Arrays ---------------------------------------------------------------------------
 
     def _allocate(self, nbytes: int, alignment: int, zero: bool) -> Any:
         """An owning ``char *``: whatever refers to it keeps the block, and the block keeps the arena."""
-        if _unfinished:
+        if unfinished:
             drain()
         address = 1 if self._closed else lib.jh_face_alloc(self._face, nbytes, alignment, zero)
         if address == 0:
@@ -198,30 +195,6 @@ class Arena:
         n = size(nbytes, "block", 1)
         owner = self._allocate(n, ranged(alignment, "alignment", 1, LIMIT), zero)
         return Block(owner, n, self._host_accessible)
-
-    def empty(
-        self, shape: Shape, dtype: npt.DTypeLike = float, *, order: Literal["C", "F"] = "C", alignment: int = 64, zero: bool = False
-    ) -> npt.NDArray[Any]:
-        """``numpy.empty`` in this arena; with ``zero``, ``numpy.zeros``. Raises as :meth:`block` does."""
-        kind, lengths, nbytes = array_size(shape, dtype)
-        return self.block(nbytes, alignment=alignment, zero=zero).array(kind, lengths, order=order)
-
-    def zeros(self, shape: Shape, dtype: npt.DTypeLike = float, *, order: Literal["C", "F"] = "C", alignment: int = 64) -> npt.NDArray[Any]:
-        """``numpy.zeros`` in this arena. Raises as :meth:`block` does."""
-        return self.empty(shape, dtype, order=order, alignment=alignment, zero=True)
-
-    def full(self, shape: Shape, value: Any, dtype: npt.DTypeLike = None, *, alignment: int = 64) -> npt.NDArray[Any]:
-        """``numpy.full`` in this arena. Raises as :meth:`block` does."""
-        out = self.empty(shape, np.asarray(value).dtype if dtype is None else dtype, alignment=alignment)
-        out[...] = value
-        return out
-
-    def array(self, data: npt.ArrayLike, dtype: npt.DTypeLike = None, *, alignment: int = 64) -> npt.NDArray[Any]:
-        """A copy of ``data`` in this arena, as ``numpy.array`` makes it. Raises as :meth:`block` does."""
-        source = np.asarray(data, dtype)
-        out = self.empty(source.shape, source.dtype, alignment=alignment)
-        out[...] = source
-        return out
 
     # ---- the arena as a whole ---------------------------------------------------------------------------------------
 
@@ -271,19 +244,3 @@ class Arena:
         finally:
             self._leave()
         return Stats(*(getattr(blocks, n) for n in _BLOCK_STATS), *(getattr(native, n) for n in _STATS))
-
-
-def _at_exit() -> None:
-    for arena in list(by_address.values()):
-        arena.close()
-    drain()
-
-
-def _after_fork() -> None:
-    """The child's arenas are its own: the parent's are frozen and must not be destroyed here."""
-    by_address.clear()
-    _unfinished.clear()
-
-
-atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_after_fork)

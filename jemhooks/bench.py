@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from ._native import check, ffi, lib
 
-_BLOCKS = ("jemhooks alloc+free", "mallocx+dallocx, explicit tcache", "jemhooks calloc+free", "malloc+free of this process")
+_BLOCKS = (
+    "jemhooks alloc+free",
+    "mallocx+dallocx, explicit tcache",
+    "jemhooks calloc+free",
+    "malloc+free of this process",
+)
 _LOOKUPS = (
     "jemhooks_lookup, inline",
     "bare table, region, key, bounds check",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterable
 from typing import Any, Literal, SupportsIndex
 
@@ -15,7 +16,7 @@ from .sizes import LIMIT, ranged
 Shape = SupportsIndex | Iterable[SupportsIndex]
 
 
-def array_size(shape: Shape, dtype: npt.DTypeLike) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+def array_size(shape: Shape, dtype: npt.DTypeLike | None) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     """The dtype, the shape and the bytes of an array, checked.
 
     :raises ConfigError: a dtype with Python objects in it, a negative length, no bytes or too many.
@@ -52,15 +53,18 @@ class Block:
     def _buffer(self) -> Any:
         if not self._host_accessible:
             raise ConfigError(
-                f"the block at {self.address:#x} lies in memory that the host cannot touch; pass its address and nbytes to a device"
+                f"the block at {self.address:#x} lies in memory that the host cannot touch; "
+                "pass its address and nbytes to a device"
             )
         return ffi.buffer(self._owner, self.nbytes)
 
-    def memoryview(self) -> memoryview:
+    def memoryview(self) -> builtins.memoryview:
         """A writable view of the bytes, which keeps the block."""
-        return memoryview(self._buffer())
+        return builtins.memoryview(self._buffer())
 
-    def array(self, dtype: npt.DTypeLike = np.uint8, shape: Shape | None = None, *, order: Literal["C", "F"] = "C") -> npt.NDArray[Any]:
+    def array(
+        self, dtype: npt.DTypeLike = np.uint8, shape: Shape | None = None, *, order: Literal["C", "F"] = "C"
+    ) -> npt.NDArray[Any]:
         """An array on this block, which keeps it; by default as many elements as fit.
 
         :raises ConfigError: it needs more bytes than the block has, or the host cannot touch the memory.
@@ -68,10 +72,12 @@ class Block:
         kind = np.dtype(dtype)
         kind, lengths, nbytes = array_size((self.nbytes // max(kind.itemsize, 1),) if shape is None else shape, kind)
         if nbytes > self.nbytes:
-            raise ConfigError(f"an array of shape {lengths} and dtype {kind} needs {nbytes} bytes; the block has {self.nbytes}")
+            raise ConfigError(
+                f"an array of shape {lengths} and dtype {kind} needs {nbytes} bytes; the block has {self.nbytes}"
+            )
         return np.ndarray(lengths, kind, self._buffer(), order=order)
 
-    def __buffer__(self, flags: int) -> memoryview:
+    def __buffer__(self, flags: int) -> builtins.memoryview:
         return self.memoryview()
 
     @property

@@ -9,12 +9,20 @@ from .errors import JemhooksError
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jemhooks", description="RDMA-ready memory from the jemalloc you already have.")
+    parser = argparse.ArgumentParser(
+        prog="jemhooks", description="RDMA-ready memory from the jemalloc you already have."
+    )
     parser.add_argument("--version", action="store_true", help="print the version and what was configured")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    run = commands.add_parser("run", help="run a command in which libjemalloc loads", description="Run a command in whose "
-                              "Pythons libjemalloc can be loaded.", usage="jemhooks run [--process] -- command …")  # fmt: skip
-    run.add_argument("--process", action="store_true", help="make jemalloc the malloc of the whole process (LD_PRELOAD)")
+    run = commands.add_parser(
+        "run",
+        help="run a command in which libjemalloc loads",
+        description="Run a command in whose Pythons libjemalloc can be loaded.",
+        usage="jemhooks run [--process] -- command …",
+    )
+    run.add_argument(
+        "--process", action="store_true", help="make jemalloc the malloc of the whole process (LD_PRELOAD)"
+    )
     run.add_argument("argv", nargs="+", metavar="command")
     commands.add_parser("doctor", help="say what is found, what works, and what to do about the rest")
     bench = commands.add_parser("bench", help="measure allocation and look-up beside the bare things")

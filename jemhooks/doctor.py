@@ -42,7 +42,9 @@ def _jemalloc() -> Iterator[str]:
     try:
         from ._native import ffi, lib
     except LoadError as e:
-        yield _line(False, "loading", f"{TUNABLE} is {have} bytes, {need} would do", str(e).replace("\n", "\n" + " " * 24))
+        yield _line(
+            False, "loading", f"{TUNABLE} is {have} bytes, {need} would do", str(e).replace("\n", "\n" + " " * 24)
+        )
         yield _line(None, "", f"or: export GLIBC_TUNABLES={environment()['GLIBC_TUNABLES']}")
         return
     yield _line(True, "loading", f"{TUNABLE} is {have} bytes")
@@ -54,10 +56,12 @@ def _jemalloc() -> Iterator[str]:
 def _machine() -> Iterator[str]:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     small = soft != resource.RLIM_INFINITY and soft < 64 * _MiB
-    yield _line(None, "memlock", f"soft {_limit(soft)}, hard {_limit(hard)} (root is exempt)",
-                "ulimit -l unlimited, or LimitMEMLOCK= of the service, if registrations fail" if small else "")  # fmt: skip
+    remedy = "ulimit -l unlimited, or LimitMEMLOCK= of the service, if registrations fail" if small else ""
+    yield _line(None, "memlock", f"soft {_limit(soft)}, hard {_limit(hard)} (root is exempt)", remedy)
     thp = _read("/sys/kernel/mm/transparent_hugepage/enabled")
-    yield _line(None, "huge pages", f"transparent: {thp}", "" if "[never]" not in thp else "madvise makes registration cheaper")
+    yield _line(
+        None, "huge pages", f"transparent: {thp}", "" if "[never]" not in thp else "madvise makes registration cheaper"
+    )
     for size in ("2048", "1048576"):
         pages = _read(f"/sys/kernel/mm/hugepages/hugepages-{size}kB/nr_hugepages")
         yield _line(None, "", f"reserved, {int(size) // 1024} MiB each: {pages}")
@@ -93,13 +97,15 @@ def _registrars() -> Iterator[str]:
 
 def doctor() -> int:
     """Print the findings; 0 if everything that was built works, else 1."""
-    yield_from = [
+    libc = " ".join(platform.libc_ver())
+    python = f"{platform.python_version()} at {sys.executable}, {libc}, Linux {platform.release()}"
+    lines = [
         _line(None, "jemhooks", " ".join(f"{k}={v}" for k, v in build_config().items())),
-        _line(None, "python", f"{platform.python_version()} at {sys.executable}, {' '.join(platform.libc_ver())}, Linux {platform.release()}"),
+        _line(None, "python", python),
         *_jemalloc(),
         *_machine(),
         *_registrars(),
     ]
-    print("\n".join(yield_from))
+    print("\n".join(lines))
     absent = {k for k, v in build_config().items() if v == "off"}
-    return int(any(line.startswith("FAIL") and line[5:].split()[0] not in absent for line in yield_from))
+    return int(any(line.startswith("FAIL") and line[5:].split()[0] not in absent for line in lines))

@@ -92,11 +92,13 @@ def explain(failure: ImportError) -> str:
         return f"the native library of jemhooks cannot be loaded: {text}; install the library that it names"
     path = jemalloc_path()
     if path is None:
-        return f"libjemalloc cannot be loaded into a running Python ({text}), and it is not where it was when jemhooks was built"
+        return (
+            f"libjemalloc cannot be loaded into a running Python ({text}), nor is it where jemhooks was built with it"
+        )
+    tunables = environment()["GLIBC_TUNABLES"]
     return (
         f"{path} needs {tls_size(path)} bytes of static thread-local storage, more than this process has spare. Either\n"
-        f"  * put `import jemhooks; jemhooks.bootstrap()` first in the script: it restarts Python once with room for it, or\n"
-        f"  * start the program with `jemhooks run -- python …`, or\n"
-        f"  * set GLIBC_TUNABLES={environment()['GLIBC_TUNABLES']} yourself (or LD_PRELOAD={path}, which makes it the malloc "
-        "of the whole process)"
+        "  * put `import jemhooks; jemhooks.bootstrap()` first in the script: it restarts Python once, with room, or\n"
+        "  * start the program with `jemhooks run -- python …`, or\n"
+        f"  * set GLIBC_TUNABLES={tunables} yourself (or LD_PRELOAD={path}, which makes it the malloc of the process)"
     )

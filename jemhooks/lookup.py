@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ._native import check, error, ffi, lib
-from .arena import Arena, by_address, drain
+from .arena import Arena
 from .errors import ClosedError, ConfigError, NotOursError
+from .lifetime import by_address, drain
 from .memory import span
 
 KEY_DTYPE = np.dtype([(n, "u8") for n in ("addr", "length", "lkey", "rkey", "generation")])
@@ -47,7 +48,9 @@ class Key(NamedTuple):
 
 
 def _outside(address: int, nbytes: int, reach: int) -> ConfigError:
-    return ConfigError(f"{nbytes} bytes at {address:#x} reach beyond their region, which ends after {reach}; name one block at a time")
+    return ConfigError(
+        f"{nbytes} bytes at {address:#x} reach beyond their region, which ends after {reach}; name one block at a time"
+    )
 
 
 def key(obj: Any, rail: int = 0) -> Key:
@@ -116,11 +119,11 @@ def keys(addresses: npt.ArrayLike) -> npt.NDArray[Any]:
 class Region:
     """A region as it was when asked for; ``user`` is live.
 
-    ``base``, ``length``, ``state``, ``lkey``, ``rkey``, ``remote_base``, ``generation`` and ``leases`` are plain values;
-    ``arena`` is the :class:`Arena`.
+    ``base``, ``length``, ``state``, ``lkey``, ``rkey``, ``remote_base``, ``generation`` and ``leases`` are plain
+    values; ``arena`` is the :class:`Arena`.
     """
 
-    __slots__ = ("arena", "base", "generation", "length", "leases", "lkey", "remote_base", "rkey", "state", "user")
+    __slots__ = ("arena", "base", "generation", "leases", "length", "lkey", "remote_base", "rkey", "state", "user")
 
     def __init__(self, info: Any, user: int, arena: Arena) -> None:
         self.base, self.length = int(info.base), int(info.length)
@@ -144,8 +147,10 @@ def region(obj: Any) -> Region:
     if lib.jh_face_region(address, info, user, owner):
         raise NotOursError(f"region: address {address:#x} lies in no region of any arena")
     arena = by_address.get(owner[0])
-    if arena is None:
-        raise NotOursError(f"region: address {address:#x} lies in an arena that was not made here (in C, or before a fork)")
+    if not isinstance(arena, Arena):
+        raise NotOursError(
+            f"region: address {address:#x} lies in an arena that was not made here (in C, or before a fork)"
+        )
     if lib.jh_face_enter(arena._face, True):
         raise ClosedError(f"region: arena '{arena.name}' is closed")
     return Region(info, user[0], arena)
@@ -172,13 +177,17 @@ class Lease:
             raise ClosedError(f"the lease on {self._address:#x} has been released already; take a new one")
         return self.key
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._held:
             self.release()
 
     def __del__(self) -> None:
         if getattr(self, "_held", False):
-            warnings.warn(f"the lease on {self._address:#x} was not released", ResourceWarning, source=self)
+            warnings.warn(
+                f"the lease on {self._address:#x} was not released", ResourceWarning, stacklevel=2, source=self
+            )
             lib.jh_face_release(self._address)
 
 

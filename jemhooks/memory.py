@@ -53,7 +53,9 @@ def _without_buffer(obj: Any, writable: bool, why: str) -> tuple[int, int | None
     try:
         return _check_address(operator.index(obj)), None
     except TypeError:
-        raise ConfigError(f"{type(obj).__name__} names no memory ({why}); give a buffer, an array or an integer address") from None
+        raise ConfigError(
+            f"{type(obj).__name__} names no memory ({why}); give a buffer, an array or an integer address"
+        ) from None
 
 
 def span(obj: Any, writable: bool = False) -> tuple[int, int | None]:

@@ -11,7 +11,7 @@ from .sizes import size
 
 
 class Provider:
-    """The base of all providers. A provider may serve several arenas (but see Fixed) and lives as long as any of them."""
+    """The base of all providers; one may serve several arenas (but see Fixed) and lives as long as any of them."""
 
     host_accessible: bool = True
 
@@ -29,7 +29,9 @@ class Anonymous(Provider):
     :raises ConfigError, ProviderError: no such page size or node here.
     """
 
-    def __init__(self, *, hugetlb: SupportsIndex | str | None = None, thp: bool = True, numa_node: int | None = None) -> None:
+    def __init__(
+        self, *, hugetlb: SupportsIndex | str | None = None, thp: bool = True, numa_node: int | None = None
+    ) -> None:
         if numa_node is not None and not 0 <= numa_node < 2**31:
             raise ConfigError(f"numa_node {numa_node} is not a NUMA node; None leaves the choice to the kernel")
         config = ffi.new("jemhooks_anonymous_config *")
@@ -53,7 +55,12 @@ class Fixed(Provider):
     """
 
     def __init__(
-        self, memory: Any, length: SupportsIndex | str | None = None, *, host_accessible: bool = True, zeroed: bool = False
+        self,
+        memory: Any,
+        length: SupportsIndex | str | None = None,
+        *,
+        host_accessible: bool = True,
+        zeroed: bool = False,
     ) -> None:
         address, have = span(memory, writable=True)
         if have is None and length is None:

@@ -24,17 +24,21 @@ def size(value: SupportsIndex | str, what: str = "size", least: int = 0) -> int:
     if isinstance(value, str):
         match = _FORM.fullmatch(value)
         if not match or match[2] not in _UNITS:
-            raise ConfigError(f"{what}: {value!r} is not a size; write a number of bytes, or one with a unit as in '64MiB'")
+            raise ConfigError(
+                f"{what}: {value!r} is not a size; write a number of bytes, or one with a unit as in '64MiB'"
+            )
         whole, _, fraction = match[1].partition(".")
         scaled, rest = divmod(int(whole + fraction) * _UNITS[match[2]], 10 ** len(fraction))
         if rest:
             raise ConfigError(f"{what}: {value!r} is not a whole number of bytes")
-        number = scaled
+        number: int = scaled
     else:
         try:
             number = operator.index(value)
         except TypeError:
-            raise ConfigError(f"{what}: {value!r} is not a size; write a number of bytes, or one with a unit as in '64MiB'") from None
+            raise ConfigError(
+                f"{what}: {value!r} is not a size; write a number of bytes, or one with a unit as in '64MiB'"
+            ) from None
     if not least <= number <= LIMIT:
         raise ConfigError(f"{what}: {number} bytes is not between {least} and {LIMIT}")
     return number

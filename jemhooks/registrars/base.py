@@ -41,8 +41,9 @@ class Registrar:
     _handles: dict[int, Any]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Registrar:
+        """Set up what subclasses need even if they do not call ``super().__init__()``."""
         self = super().__new__(cls)
-        self._handles = {}  # by address; here, so that subclasses need not call __init__
+        self._handles = {}  # by address
         return self
 
     def register(self, addr: int, length: int, access: Access) -> tuple[int, int, object]:
@@ -82,7 +83,9 @@ class Registrar:
     def __enter__(self) -> Registrar:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -147,8 +150,9 @@ def _checked(registrar: Registrar, answer: Any) -> tuple[int, int, object]:
         raise
 
 
-@ffi.def_extern()  # type: ignore[untyped-decorator]
+@ffi.def_extern()
 def jh_py_register(self: Any, address: Any, length: int, access: int, mr: Any) -> int:
+    """C asks a Python registrar to register."""
     registrar = _of(self)
     addr = int(ffi.cast("uintptr_t", address))
     callbacks.depth += 1
@@ -164,8 +168,9 @@ def jh_py_register(self: Any, address: Any, length: int, access: int, mr: Any) -
     return 0
 
 
-@ffi.def_extern()  # type: ignore[untyped-decorator]
+@ffi.def_extern()
 def jh_py_deregister(self: Any, mr: Any) -> int:
+    """C asks it to deregister."""
     registrar = _of(self)
     addr = int(ffi.cast("uintptr_t", mr.handle))
     callbacks.depth += 1
@@ -179,13 +184,14 @@ def jh_py_deregister(self: Any, mr: Any) -> int:
     return 0
 
 
-@ffi.def_extern()  # type: ignore[untyped-decorator]
+@ffi.def_extern()
 def jh_py_limits(self: Any, limits: Any) -> None:
+    """C asks for its limits."""
     registrar = _of(self)
     limits.max_mr_size, limits.max_mr = registrar.max_mr_size, registrar.max_mr
 
 
-@ffi.def_extern()  # type: ignore[untyped-decorator]
+@ffi.def_extern()
 def jh_py_close(self: Any) -> None:
+    """C is done with it."""
     _alive.pop(int(ffi.cast("uintptr_t", self)), None)
-

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from .._native import check, error, ffi, lib
 from ..errors import ConfigError
-from ..memory import span
 from ..lookup import lkey
+from ..memory import span
 from ..sizes import LIMIT, ranged, size
 from .base import NativeRegistrar
 
@@ -129,7 +129,9 @@ class Fabric(NativeRegistrar):
         check(lib.jemhooks_fabric_connect(self._open(), ffi.from_buffer(address), len(address), peer))
         return int(peer[0])
 
-    def _start(self, function: Any, peer: int, local: Any, remote: Any, offset: int, nbytes: int | None, writable: bool) -> Transfer:
+    def _start(
+        self, function: Any, peer: int, local: Any, remote: Any, offset: int, nbytes: int | None, writable: bool
+    ) -> Transfer:
         address, have = span(local, writable)
         if have is None:
             if nbytes is None:
@@ -142,7 +144,9 @@ class Fabric(NativeRegistrar):
         self._sweep()
         ticket = ffi.new("uint64_t *")
         mine = lkey(address) if self._needs_lkey else 0
-        rc = function(self._open(), ranged(peer, "peer", 0, _U64), ffi.cast("void *", address), mine, n, addr, key_, ticket)
+        rc = function(
+            self._open(), ranged(peer, "peer", 0, _U64), ffi.cast("void *", address), mine, n, addr, key_, ticket
+        )
         if rc:
             raise error(rc)
         return Transfer(self, ticket[0], local)

@@ -16,7 +16,8 @@ from .base import NativeRegistrar
 _OPS = {"register": 1, "deregister": 2}  # enum jemhooks_null_op
 _LOG = 4096  # JEMHOOKS_NULL_LOG
 CALL_DTYPE = np.dtype(
-    [(n, "u8") for n in ("sequence", "address", "length", "lkey")] + [("op", "u4"), ("access", "u4"), ("result", "i4"), ("_", "i4")]
+    [(n, "u8") for n in ("sequence", "address", "length", "lkey")]
+    + [("op", "u4"), ("access", "u4"), ("result", "i4"), ("_", "i4")]
 )
 
 
@@ -68,13 +69,19 @@ class Null(NativeRegistrar):
         return NullStats(*(getattr(out, n) for n in NullStats._fields))
 
     def calls(self) -> npt.NDArray[Any]:
-        """The latest 4,096 calls, oldest first: sequence, address, length, lkey, op (1 register, 2 deregister), access, result."""
+        """Return the latest 4,096 calls, oldest first, as a structured array; op is 1 (register) or 2 (deregister)."""
         table, count = np.zeros(_LOG, CALL_DTYPE), ffi.new("size_t *", _LOG)
-        check(lib.jemhooks_null_get_calls(self._open(), ffi.cast("jemhooks_null_call *", ffi.from_buffer(table)), count))
+        check(
+            lib.jemhooks_null_get_calls(self._open(), ffi.cast("jemhooks_null_call *", ffi.from_buffer(table)), count)
+        )
         return table[: count[0]]
 
     def fail(self, op: Literal["register", "deregister"], nth: int = 1, error: int = errno.ENOMEM) -> None:
         """Let the ``nth`` next call of ``op`` fail with ``error``; 0 disarms."""
         if op not in _OPS:
             raise ConfigError(f"op {op!r} is not one of {', '.join(_OPS)}")
-        check(lib.jemhooks_null_fail(self._open(), _OPS[op], ranged(nth, "nth", 0, 2**63), ranged(error, "error", 1, 4095)))
+        check(
+            lib.jemhooks_null_fail(
+                self._open(), _OPS[op], ranged(nth, "nth", 0, 2**63), ranged(error, "error", 1, 4095)
+            )
+        )

@@ -1,10 +1,12 @@
 /* contract.c - the hook contract under a random load: two threads and two arenas with the registrar "null", every kind of
  * allocation, threads that free each other's blocks, trims in between. It sees only the public interface: contents,
  * zeroes, one region for each block, keys that stay valid, and the exact account of pages.
+ * Regions lie side by side (placement.c), as chance would have it now and then.
  *     test_contract [case=…] ops=400000 seed=1 policy=lazy|eager decay=-2 (or -1, 0) mlockall=0|1 region_max=64 (MiB)
  * Concurrency: a table of blocks belongs to one thread from one barrier to the next; at each the two swap tables, and
  * while both wait there one of them checks what must hold at rest.                                                  */
 #include "check.h"
+#include "placement.h"
 
 #include <sys/mman.h>
 
@@ -199,8 +201,8 @@ static void random_load(void) {
 
 /* The same work again and again needs no more address space. */
 static void flat(void) {
-    long rounds = 8, each = option("cycle_ops", 6000);
-    size_t mapped[8];
+    long rounds = option("rounds", 8), each = option("cycle_ops", 6000);
+    size_t mapped[64];
     create_arenas();
     for (long round = 0; round < rounds; round++) {
         dice d = {(uint64_t)seed};
@@ -303,6 +305,7 @@ int main(int argc, char **argv) {
     eager = !strcmp(option_text("policy", "lazy"), "eager");
     locked = option("mlockall", 0);
     null = null_open(NULL);
+    place_side_by_side();
     if (locked) must(mlockall(MCL_CURRENT | MCL_FUTURE), "mlockall (needs CAP_IPC_LOCK)", __FILE__, __LINE__);
     return run_cases(cases);
 }

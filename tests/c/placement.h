@@ -1,0 +1,8 @@
+/* placement.h - puts the regions of this process side by side. */
+#ifndef PLACEMENT_H
+#define PLACEMENT_H
+
+/* From now on each region starts where the one before it ended, so that extents of different regions are neighbours. */
+void place_side_by_side(void);
+
+#endif
