@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
-from .errors import JemhooksError
+from .errors import JemhooksError, LoadError
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -13,6 +15,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="jemhooks", description="RDMA-ready memory from the jemalloc you already have."
     )
     parser.add_argument("--version", action="store_true", help="print the version and what was configured")
+    parser.add_argument("--pkgconfigdir", action="store_true", help="print the folder of jemhooks.pc, for C programs")
     commands = parser.add_subparsers(dest="command", metavar="command")
     run = commands.add_parser(
         "run",
@@ -33,6 +36,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _pkgconfigdir() -> Path:
+    spec = find_spec("jemhooks._ffi")
+    if spec is None or spec.origin is None:
+        raise LoadError("jemhooks is not built; install it with: pip install .")
+    return Path(spec.origin).parent / "lib" / "pkgconfig"
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit status."""
     parser = _parser()
@@ -42,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
             from ._build import BUILD_CONFIG, VERSION
 
             print(f"jemhooks {VERSION} {BUILD_CONFIG}")
+            return 0
+        if args.pkgconfigdir:
+            print(_pkgconfigdir())
             return 0
         if args.command == "run":
             from .run import run

@@ -97,8 +97,8 @@ def explain(failure: ImportError) -> str:
         )
     tunables = environment()["GLIBC_TUNABLES"]
     return (
-        f"{path} needs {tls_size(path)} bytes of static thread-local storage, more than this process has spare. Either\n"
-        "  * put `import jemhooks; jemhooks.bootstrap()` first in the script: it restarts Python once, with room, or\n"
-        "  * start the program with `jemhooks run -- python …`, or\n"
-        f"  * set GLIBC_TUNABLES={tunables} yourself (or LD_PRELOAD={path}, which makes it the malloc of the process)"
+        f"{path} needs {tls_size(path)} bytes of static thread-local storage, more than is spare here.\n"
+        "  * Put `import jemhooks; jemhooks.bootstrap()` first in the script: it restarts Python once, with room.\n"
+        "  * Or start the program with `jemhooks run -- python …`.\n"
+        f"  * Or set GLIBC_TUNABLES={tunables} yourself (or LD_PRELOAD={path}, for every malloc)"
     )

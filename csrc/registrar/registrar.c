@@ -67,9 +67,11 @@ int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_regis
                        JEMHOOKS_MODULE_SYMBOL, kind, path);
     jh_detail_clear();
     int rc = open_module(&host, config, &ops, &self);
-    if (rc)
-        return jh_fail(rc == -EINVAL || rc == -E2BIG ? JEMHOOKS_ERROR_CONFIG : JEMHOOKS_ERROR_REGISTRATION, -rc,
-                       "registrar %s cannot be opened: %s", kind, *jh_detail() ? jh_detail() : strerror(-rc));
+    if (rc) {
+        int error_kind = rc == -EINVAL || rc == -E2BIG ? JEMHOOKS_ERROR_CONFIG : JEMHOOKS_ERROR_REGISTRATION;
+        if (*jh_detail()) return jh_fail(error_kind, -rc, "%s", jh_detail());
+        return jh_fail(error_kind, -rc, "opening registrar %s: %s", kind, strerror(-rc));
+    }
     rc = jemhooks_registrar_create(ops, self, registrar);
     if (rc && ops && ops->close) ops->close(self);
     return rc;

@@ -199,12 +199,13 @@ static void random_load(void) {
 
 /* ---- what a load leaves behind ----------------------------------------------------------------------------------- */
 
-/* The same work again and again needs no more address space. */
+/* The same work again and again needs no more address space, once the arenas have grown to it. */
 static void flat(void) {
-    long rounds = option("rounds", 8), each = option("cycle_ops", 6000);
-    size_t mapped[64];
+    enum { ROUNDS = 12 };
+    long each = option("cycle_ops", 6000);
+    size_t mapped[ROUNDS];
     create_arenas();
-    for (long round = 0; round < rounds; round++) {
+    for (long round = 0; round < ROUNDS; round++) {
         dice d = {(uint64_t)seed};
         for (long i = 0; i < each; i++) {
             block *b = &table[0][roll_below(&d, BLOCKS)];
@@ -216,10 +217,10 @@ static void flat(void) {
         trim_all();
         mapped[round] = stats_of(arena[0]).mapped + stats_of(arena[1]).mapped;
     }
-    CHECK("flat", mapped[rounds - 1] <= mapped[1] + mapped[1] / 8, "%zu bytes mapped after two rounds of the same work, %zu after "
-          "%ld", mapped[1], mapped[rounds - 1], rounds);
-    figure("mapped_mib_round_2", (double)(mapped[1] >> 20));
-    figure("mapped_mib_round_8", (double)(mapped[rounds - 1] >> 20));
+    size_t half = mapped[ROUNDS / 2 - 1], all = mapped[ROUNDS - 1];
+    CHECK("flat", all <= half + half / 8, "the same work took %zu bytes of address space in %d rounds and %zu in %d", half,
+          ROUNDS / 2, all, ROUNDS);
+    figure("flat_mib", (double)(all >> 20));
     check_all();
     for (int i = 0; i < ARENAS; i++) arena_end(arena[i]);
 }
@@ -246,6 +247,36 @@ static void growth(void) {
     figure("growth_regions", (double)s.regions);
     trim_all();
     check_idle(arena[0], !locked);
+    for (int i = 0; i < ARENAS; i++) arena_end(arena[i]);
+    region_max = saved;
+}
+
+/* Neighbouring regions, all of their pages free, must not give a block that lies in two of them. */
+static void neighbours(void) {
+    enum { COUNT = 2000 };
+    static void *p[COUNT];
+    size_t saved = region_max, count, adjacent = 0;
+    dice d = {(uint64_t)seed};
+    region_max = SLOT;
+    create_arenas();
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < COUNT; i++) p[i] = must_have(jemhooks_alloc(arena[0], 16 * KIB + roll_below(&d, 64 * KIB)), "block");
+        for (int i = 0; i < COUNT; i++) MUST(jemhooks_free(p[i]));
+        trim_all();
+        for (int i = 0; i < 2 * BLOCKS; i++) {
+            block *b = &table[0][roll_below(&d, 64) * ARENAS];
+            size_t size = SLOT / 4 + roll_below(&d, 2 * SLOT);
+            if (b->p) drop(b, &d);
+            else own(b, jemhooks_alloc(arena[0], size), size, &d);
+        }
+        for (int i = 0; i < BLOCKS; i++)
+            if (table[0][i].p) drop(&table[0][i], &d);
+    }
+    jemhooks_region_info *r = regions_of(arena[0], &count);
+    for (size_t i = 1; i < count; i++) adjacent += r[i].base + r[i].length == r[i - 1].base;
+    CHECK("setup", adjacent >= 20, "only %zu of %zu regions follow their neighbour", adjacent, count);
+    figure("neighbours", (double)adjacent);
+    free(r);
     for (int i = 0; i < ARENAS; i++) arena_end(arena[i]);
     region_max = saved;
 }
@@ -295,7 +326,7 @@ static void busy_destroy(void) {
 }
 
 int main(int argc, char **argv) {
-    static const test_case cases[] = {{"random", random_load}, {"flat", flat},         {"growth", growth},
+    static const test_case cases[] = {{"random", random_load}, {"flat", flat},         {"growth", growth}, {"neighbours", neighbours},
                                       {"oversize", oversize},  {"busy", busy_destroy}, {NULL, NULL}};
     take_options(argc, argv);
     ops = option("ops", 400000);

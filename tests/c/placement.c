@@ -26,7 +26,7 @@ void place_side_by_side(void) {
     end = next + WINDOW;
 }
 
-void *mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset) {
+__attribute__((visibility("default"))) void *mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset) {
     bool region = !address && protection == PROT_NONE && flags & MAP_NORESERVE && length > SLOT && length < WINDOW / 4;
     void *place = NULL;
     if (region) {
