@@ -189,29 +189,47 @@ static int bad_size(const char *call, const jemhooks_arena *a, size_t size) {
                    (size_t)PTRDIFF_MAX);
 }
 
-/* An allocation with everything around it. */
-static void *allocate(const char *call, jemhooks_arena *a, size_t size, size_t alignment, bool zero) {
-    if (usable(call, a)) return NULL;
-    if (size - 1 >= PTRDIFF_MAX) return bad_size(call, a, size), NULL;
+/* What is wrong with the arguments of an allocation: 0, or an error, recorded. */
+static int check_request(const char *call, const jemhooks_arena *a, size_t size, size_t alignment, bool zero) {
+    int rc = usable(call, a);
+    if (rc) return rc;
+    if (size - 1 >= PTRDIFF_MAX) return bad_size(call, a, size);
     if (!alignment || alignment & (alignment - 1) || alignment > MAX_ALIGNMENT)
-        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "%s: alignment %zu is not a power of two of at most 1 GiB", call, alignment),
-               NULL;
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "%s: alignment %zu is not a power of two of at most 1 GiB", call, alignment);
     if (zero && !a->space.provider->host_accessible)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EOPNOTSUPP, "%s: arena '%s' is over memory that the host cannot touch, so it cannot "
-                       "be cleared; allocate without zeroing", call, a->name), NULL;
+                       "be cleared; allocate without zeroing", call, a->name);
+    return 0;
+}
+
+/* An allocation that does not go through at the first try, or whose region is not registered yet: p may be NULL. */
+static __attribute__((noinline)) void *insist(const char *call, jemhooks_arena *a, size_t size, size_t alignment, bool zero,
+                                              void *p) {
     jemhooks_region *r;
-    void *p = jh_heap_alloc(a->heap, size, alignment, zero, &r);
+    if (!p && check_request(call, a, size, alignment, zero)) return NULL;
     if (!p && size <= a->space.region_limit) { /* dirty pages may be in the way */
         jh_heap_purge(a->heap, true);
         p = jh_heap_alloc(a->heap, size, alignment, zero, &r);
     }
     if (!p) return refused(call, a, size);
-    if (a->space.rails.policy == JEMHOOKS_EAGER && jh_state(r) != JEMHOOKS_REGISTERED &&
-        jh_register(&jh_region_at(p)->registration)) {
+    if (a->space.rails.policy == JEMHOOKS_EAGER && jh_register(&jh_region_at(p)->registration)) {
         jh_heap_free(a->heap, p);
         return NULL;
     }
     return p;
+}
+
+/* An allocation with everything around it; inline, so that what a caller's constants decide costs nothing. */
+static inline __attribute__((always_inline)) void *allocate(const char *call, jemhooks_arena *a, size_t size, size_t alignment,
+                                                            bool zero) {
+    void *p = NULL;
+    jemhooks_region *r;
+    bool usual = a && !jh_frozen(a->space.rails.epoch) && size - 1 < PTRDIFF_MAX &&
+                 (alignment == 1 || (alignment - 1 < MAX_ALIGNMENT && !(alignment & (alignment - 1)))) &&
+                 (!zero || a->space.provider->host_accessible);
+    if (usual) p = jh_heap_alloc(a->heap, size, alignment, zero, &r);
+    if (p && (a->space.rails.policy != JEMHOOKS_EAGER || jh_state(r) == JEMHOOKS_REGISTERED)) return p;
+    return insist(call, a, size, alignment, zero, p);
 }
 
 void *jemhooks_alloc(jemhooks_arena *arena, size_t size) {

@@ -157,20 +157,21 @@ def region(obj: Any) -> Region:
 
 
 class Lease:
-    """A promise that a region stays registered; a context manager that gives the :class:`Key`."""
+    """A promise that a region stays registered; a context manager that gives the :class:`Key`.
 
-    def __init__(self, obj: Any, key: Key, address: int) -> None:
-        self._obj, self.key, self._address = obj, key, address
-        self._held = True
+    It keeps the object and the arena. Thread-safe but for releasing it from two threads at once.
+    """
+
+    def __init__(self, address: int, key: Key, *kept: Any) -> None:
+        self.key, self._address, self._kept, self._held = key, address, kept, True
 
     def release(self) -> None:
         """End the lease. :raises ClosedError: it has ended already."""
         if not self._held:
-            raise ClosedError(f"the lease on {self._address:#x} has been released already")
+            raise ClosedError(f"the lease on {self._address:#x} has been released already; take a new one")
         self._held = False
-        self._obj, obj = None, self._obj
         check(lib.jh_face_release(self._address))
-        del obj
+        self._kept = ()
 
     def __enter__(self) -> Key:
         if not self._held:
@@ -184,10 +185,9 @@ class Lease:
             self.release()
 
     def __del__(self) -> None:
-        if getattr(self, "_held", False):
-            warnings.warn(
-                f"the lease on {self._address:#x} was not released", ResourceWarning, stacklevel=2, source=self
-            )
+        if self.__dict__.get("_held"):
+            text = f"the lease on {self._address:#x} was not released; use it in a with statement"
+            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
             lib.jh_face_release(self._address)
 
 
@@ -200,11 +200,12 @@ def lease(obj: Any) -> Lease:
     address, nbytes = span(obj)
     out = ffi.new("jemhooks_key *")
     check(lib.jh_face_lease(address, out))
-    held = Lease(obj, Key(*_KEY.unpack(ffi.buffer(out))), address)
-    if nbytes is not None:
-        if nbytes > held.key.length:
-            reach = held.key.length
-            held.release()
-            raise _outside(address, nbytes, reach)
-        held.key = held.key._replace(length=nbytes)
-    return held
+    try:
+        reached = Key(*_KEY.unpack(ffi.buffer(out)))
+        if nbytes is not None and nbytes > reached.length:
+            raise _outside(address, nbytes, reached.length)
+        home = region(address)
+    except BaseException:
+        lib.jh_face_release(address)
+        raise
+    return Lease(address, reached if nbytes is None else reached._replace(length=nbytes), obj, home)

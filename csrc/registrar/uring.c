@@ -50,7 +50,7 @@ static void explain_memlock(const char *what, size_t length) {
     if (limit.rlim_cur != RLIM_INFINITY) snprintf(bytes, sizeof bytes, "%llu", (unsigned long long)limit.rlim_cur);
     host->set_error("uring: %s of %zu bytes: out of memory; RLIMIT_MEMLOCK is %s bytes and this process has %lld kB "
                     "pinned (the limit counts all io_uring memory of this user, and whole huge pages); raise it "
-                    "(ulimit -l), grant CAP_IPC_LOCK, or use a smaller region_max or pin_limit", what, length, bytes,
+                    "(ulimit -l), grant CAP_IPC_LOCK, or use a smaller region_max", what, length, bytes,
                     proc_value("/proc/self/status", "VmPin:"));
 }
 

@@ -208,7 +208,7 @@ static void retry(void) {
     CHECK("full", n > RANGE / SIZE * 9 / 10 && n < COUNT && errno == ENOMEM && jemhooks_last_error_kind() == JEMHOOKS_ERROR_MEMORY,
           "a range of %zu bytes held %zu blocks of %d, then errno %d", RANGE, n, SIZE, errno);
     for (size_t i = 0; i < n; i++) MUST(jemhooks_free(p[i]));
-    void *q = jemhooks_alloc(arena, RANGE / 2);
+    void *q = jemhooks_alloc(arena, MIB);
     CHECK("retry", q, "a range whose blocks are all free has no room: %s", jemhooks_last_error());
     MUST(jemhooks_free(q));
     arena_end(arena);

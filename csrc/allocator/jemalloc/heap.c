@@ -103,8 +103,7 @@ static void raise_bound(jh_heap *heap, size_t size, size_t alignment) {
 }
 
 void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jemhooks_region **region) {
-    int flags = jh_tcache_flags(heap);
-    if (alignment > 1) flags |= MALLOCX_LG_ALIGN(__builtin_ctzl(alignment));
+    int flags = jh_tcache_flags(heap) | MALLOCX_LG_ALIGN(__builtin_ctzl(alignment));
     /* Before 5.3 jemalloc clears by MADV_DONTNEED, past every hook. */
     if (zero && jh_jemalloc.metadata_outside) flags |= MALLOCX_ZERO;
     if (!jh_jemalloc.bounds_growth && size > (size_t)1 << 20) raise_bound(heap, size, alignment);
