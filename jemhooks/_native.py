@@ -9,8 +9,9 @@ import threading
 from typing import Any
 
 from . import errors
-from .loader import explain
+from .loader import explain, settle_cxx
 
+settle_cxx()
 try:
     from ._ffi import ffi, lib
 except ImportError as e:

@@ -6,9 +6,11 @@ starts. Loaded later, they need more of it than glibc keeps spare. Nothing here 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 _PT_TLS = 7  # elf.h
@@ -81,6 +83,16 @@ def environment(process: bool = False) -> dict[str, str]:
     kept = [t for t in os.environ.get("GLIBC_TUNABLES", "").split(":") if t and not t.startswith(TUNABLE + "=")]
     value = max(spare_needed(path), spare_set())
     return {"GLIBC_TUNABLES": ":".join([*kept, f"{TUNABLE}={value}"])}
+
+
+def settle_cxx() -> None:
+    """Let libstdc++, which most libjemallocs need, bind its symbols before a libjemalloc is loaded beside it.
+
+    Loaded as a part of libjemalloc, it would find ``operator new`` there; every other C++ library of the process (numpy
+    is one) would then free jemalloc's memory with libc's ``free`` and crash.
+    """
+    with suppress(OSError):  # there is none, so nobody needs it
+        ctypes.CDLL("libstdc++.so.6", os.RTLD_NOW | os.RTLD_LOCAL)
 
 
 def explain(failure: ImportError) -> str:
