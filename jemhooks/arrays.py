@@ -26,7 +26,7 @@ class Arrays:
         self, shape: Shape, dtype: npt.DTypeLike | None, order: Order, alignment: int, zero: bool
     ) -> npt.NDArray[Any]:
         kind, lengths, nbytes = array_size(shape, dtype)
-        return self.block(nbytes, alignment=alignment, zero=zero).array(kind, lengths, order=order)
+        return self.block(nbytes, alignment=alignment, zero=zero)._view(kind, lengths, order)
 
     def empty(
         self, shape: Shape, dtype: npt.DTypeLike = float, *, order: Order = "C", alignment: int = 64

@@ -27,10 +27,13 @@ def array_size(shape: Shape, dtype: npt.DTypeLike | None) -> tuple[np.dtype[Any]
         raise ConfigError(f"dtype {dtype!r} is not a numpy dtype: {e}") from None
     if kind.hasobject:
         raise ConfigError(f"dtype {kind} holds Python objects, which mean nothing to a device; use a plain dtype")
-    lengths = tuple(ranged(n, "shape", 0, LIMIT) for n in (shape if isinstance(shape, Iterable) else (shape,)))
+    try:
+        lengths: tuple[Any, ...] = (shape,) if hasattr(shape, "__index__") else tuple(shape)
+    except TypeError:
+        raise ConfigError(f"shape: {shape!r} is neither a whole number nor a sequence of them") from None
     nbytes = kind.itemsize
     for n in lengths:
-        nbytes *= n
+        nbytes *= ranged(n, "shape", 0, LIMIT)
     if not 0 < nbytes <= LIMIT:
         raise ConfigError(f"an array of shape {lengths} and dtype {kind} has {nbytes} bytes; a block has 1 to {LIMIT}")
     return kind, lengths, nbytes
@@ -75,6 +78,9 @@ class Block:
             raise ConfigError(
                 f"an array of shape {lengths} and dtype {kind} needs {nbytes} bytes; the block has {self.nbytes}"
             )
+        return self._view(kind, lengths, order)
+
+    def _view(self, kind: np.dtype[Any], lengths: tuple[int, ...], order: Literal["C", "F"]) -> npt.NDArray[Any]:
         return np.ndarray(lengths, kind, self._buffer(), order=order)
 
     def __buffer__(self, flags: int) -> builtins.memoryview:

@@ -69,7 +69,7 @@ def span(obj: Any, writable: bool = False) -> tuple[int, int | None]:
     if type(obj) is int:
         return _check_address(obj), None
     try:
-        data = ffi.from_buffer(obj, require_writable=writable)
+        data = ffi.from_buffer(obj, require_writable=True) if writable else ffi.from_buffer(obj)  # keywords are slow
     except (TypeError, BufferError, ValueError) as e:
         return _without_buffer(obj, writable, str(e))
     return int(ffi.cast("uintptr_t", data)), len(data)
