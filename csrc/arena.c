@@ -20,6 +20,7 @@
 struct jemhooks_arena {
     jh_space space;
     jh_heap *heap;
+    void *user; /* the caller's */
     char name[64];
 };
 
@@ -60,12 +61,12 @@ static int find_region_limit(jemhooks_arena *a) {
     for (unsigned i = 0; i < s->rails.count && s->rails.policy != JEMHOOKS_NONE; i++) {
         const jemhooks_registrar *g = s->rails.registrar[i];
         jemhooks_limits limits = {0, 0};
-        if (g->ops->limits) g->ops->limits(g->self, &limits);
+        if (g->ops.limits) g->ops.limits(g->self, &limits);
         size_t most = limits.max_mr_size / s->provider->page * s->provider->page;
         size_t least = s->provider->whole ? s->provider->whole : s->provider->page;
         if (limits.max_mr_size && most < least)
             return jh_fail(JEMHOOKS_ERROR_CONFIG, E2BIG, "arena '%s': registrar %s registers at most %zu bytes at a time, and "
-                           "regions of this %s provider have at least %zu", a->name, g->ops->name, (size_t)limits.max_mr_size,
+                           "regions of this %s provider have at least %zu", a->name, g->ops.name, (size_t)limits.max_mr_size,
                            s->provider->ops->name, least);
         if (limits.max_mr_size && most < s->region_limit) s->region_limit = most;
     }
@@ -80,13 +81,27 @@ static void arena_free(jemhooks_arena *a) {
     free(a);
 }
 
+/* A forked child shares its parent's network objects and must not touch them. */
+static int check_own(const jemhooks_arena *a) {
+    const jh_space *s = &a->space;
+    for (unsigned i = 0; i < s->rails.count; i++)
+        if (jh_frozen(s->rails.registrar[i]->epoch))
+            return jh_fail(JEMHOOKS_ERROR_FORK, ECHILD, "arena '%s': registrar %s was opened before the fork; open one in this "
+                           "process", a->name, s->rails.registrar[i]->ops.name);
+    if (jh_frozen(s->provider->epoch))
+        return jh_fail(JEMHOOKS_ERROR_FORK, ECHILD, "arena '%s': its %s provider was made before the fork; make one in this "
+                       "process", a->name, s->provider->ops->name);
+    return 0;
+}
+
 static int arena_open(jemhooks_arena *a, jemhooks_config *c) {
     jh_space *s = &a->space;
-    int rc = find_region_limit(a);
-    if (rc || (rc = jh_heap_prepare(s))) return rc;
-    if (jh_pagemap_reserve())
-        return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "arena '%s': cannot reserve 1 GiB of address space for the page map; raise "
-                       "the address space limit (ulimit -v)", a->name);
+    int rc = check_own(a);
+    if (rc || (rc = find_region_limit(a)) || (rc = jh_heap_prepare(s))) return rc;
+    if ((rc = jh_pagemap_reserve()))
+        return jh_fail(JEMHOOKS_ERROR_MEMORY, -rc, "arena '%s': cannot reserve 1 GiB of address space for the page map: %s; raise "
+                       "the limit on %s", a->name, strerror(-rc), rc == -EAGAIN ? "locked memory (ulimit -l), or use mlockall() "
+                       "with MCL_ONFAULT" : "address space (ulimit -v)");
     if (s->provider->ops->move_in && (rc = s->provider->ops->move_in(s->provider))) return rc;
     if (!(rc = jh_space_open(s))) {
         c->region_max = s->region_max;
@@ -109,6 +124,7 @@ int jemhooks_arena_create(const jemhooks_config *config, jemhooks_arena **arena)
     snprintf(a->name, sizeof a->name, "%s", name);
     jh_space *s = &a->space;
     s->arena = a;
+    a->user = c.user;
     s->growth = c.region_min;
     s->region_max = c.region_max;
     s->rails.name = a->name;
@@ -153,14 +169,15 @@ int jemhooks_arena_destroy(jemhooks_arena *a) {
     if (leases)
         return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': %zu leases are held; release them before destroying it", a->name,
                        leases);
-    uint64_t active;
-    if (jh_heap_destroy(a->heap, &active))
-        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': blocks in %llu bytes of pages are still allocated; free them "
-                       "before destroying it", a->name, (unsigned long long)active);
+    if ((rc = jh_heap_destroy(a->heap))) return rc;
     rc = jh_space_close(&a->space);
     if (a->space.provider->ops->move_out) a->space.provider->ops->move_out(a->space.provider);
     arena_free(a);
-    return rc;
+    return rc == -EBUSY || rc == -ECHILD ? -EIO : rc; /* those two mean that the arena is still there */
+}
+
+void *jemhooks_arena_user(const jemhooks_arena *a) {
+    return a ? a->user : NULL;
 }
 
 /* ---- blocks ----------------------------------------------------------------------------------------------------- */
@@ -168,17 +185,17 @@ int jemhooks_arena_destroy(jemhooks_arena *a) {
 static void *refused(const char *call, jemhooks_arena *a, size_t size) {
     jh_space *s = &a->space;
     int err = atomic_load(&s->map_error);
-    if (size > s->region_limit)
+    if (err == E2BIG)
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: %zu bytes from arena '%s' cannot lie in one registration: its registrars take "
-                "at most %zu bytes", call, size, a->name, s->region_limit);
+                "at most %zu bytes, the allocator's rounding included", call, size, a->name, s->region_limit);
     else if (s->provider->whole)
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no room for %zu bytes in arena '%s': its %s range has %zu bytes, of which %zu "
                 "are in use; free blocks or give it a larger range", call, size, a->name, s->provider->ops->name,
                 s->provider->whole, jh_space_committed(s));
     else
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no memory for %zu bytes in arena '%s' (%zu bytes mapped): the %s provider "
-                "failed with %s%s", call, size, a->name, (size_t)atomic_load(&s->mapped), s->provider->ops->name,
-                strerror(err ? err : ENOMEM),
+                "%s%s%s", call, size, a->name, (size_t)atomic_load(&s->mapped), s->provider->ops->name,
+                err ? "failed with " : "was not asked (the thread may be exiting)", err ? strerror(err) : "",
                 s->provider->page > JH_PAGE ? "; reserve huge pages (vm.nr_hugepages) or use ordinary ones"
                                             : "; free memory, or raise the limits (ulimit -v, vm.max_map_count)");
     return NULL;
@@ -207,13 +224,16 @@ static __attribute__((noinline)) void *insist(const char *call, jemhooks_arena *
                                               void *p) {
     jemhooks_region *r;
     if (!p && check_request(call, a, size, alignment, zero)) return NULL;
-    if (!p && size <= a->space.region_limit) { /* dirty pages may be in the way */
+    if (!p) { /* dirty pages may be in the way */
+        atomic_store(&a->space.map_error, 0);
         jh_heap_purge(a->heap, true);
         p = jh_heap_alloc(a->heap, size, alignment, zero, &r);
     }
     if (!p) return refused(call, a, size);
     if (a->space.rails.policy == JEMHOOKS_EAGER && jh_register(&jh_region_at(p)->registration)) {
+        int err = errno;
         jh_heap_free(a->heap, p);
+        errno = err;
         return NULL;
     }
     return p;
@@ -267,7 +287,9 @@ int jemhooks_free(void *p) {
     if (!p) return 0;
     jemhooks_arena *a = owner("jemhooks_free", p);
     if (!a) return -ENOENT;
+    int err = errno; /* free() keeps it, and this is its like */
     if (!jh_frozen(a->space.rails.epoch)) jh_heap_free(a->heap, p);
+    errno = err;
     return 0;
 }
 
@@ -301,13 +323,14 @@ void *jemhooks_realloc(jemhooks_arena *arena, void *p, size_t size) {
         return jh_fail(JEMHOOKS_ERROR_NOT_OURS, ENOENT, "%s: the block at %p is of arena '%s', not of '%s'", call, p, a->name,
                        arena->name), NULL;
     if (size - 1 >= PTRDIFF_MAX) return bad_size(call, a, size), NULL;
+    size_t have = jh_heap_usable(p);
     if (jh_heap_resize(a->heap, p, size)) return p;
+    if (!a->space.provider->host_accessible && size <= have) return p;
     if (!a->space.provider->host_accessible)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EOPNOTSUPP, "%s: the block at %p cannot grow to %zu bytes in place, and the host "
                        "cannot copy memory of arena '%s'; allocate a new block and copy by device", call, p, size, a->name), NULL;
     void *q = allocate(call, a, size, 1, false);
-    if (!q) return NULL;
-    size_t have = jh_heap_usable(p);
+    if (!q) return size <= have ? p : NULL;
     memcpy(q, p, have < size ? have : size);
     jh_heap_free(a->heap, p);
     return q;
@@ -368,5 +391,5 @@ int jemhooks_get_stats(jemhooks_arena *arena, jemhooks_stats *stats) {
 }
 
 size_t jemhooks_stranded_bytes(void) {
-    return atomic_load(&jh_stranded);
+    return jh_stranded_bytes();
 }

@@ -60,8 +60,8 @@ int jemhooks_get_keys(size_t n, const uint64_t *addresses, jemhooks_key *keys, s
     return rc;
 }
 
-/* The registration of rail `rail` at p, with the key of the first rail, which tells its generation. */
-static int rail(const char *call, const void *p, unsigned number, jemhooks_mr *mr, jemhooks_key *key) {
+/* The registration of rail `number` at p, with the key of the first rail and the region's first byte. */
+static int rail(const char *call, const void *p, unsigned number, jemhooks_mr *mr, jemhooks_key *key, uint64_t *base) {
     for (;;) {
         int rc = slow_key(call, p, key);
         if (rc) return rc;
@@ -70,13 +70,12 @@ static int rail(const char *call, const void *p, unsigned number, jemhooks_mr *m
         if (number >= r->rails->count)
             return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "%s: arena '%s' has %u registrars; %u is not one of 0 to %u", call,
                            r->rails->name, r->rails->count, number, r->rails->count - 1);
+        if ((rc = jh_register(r))) return rc; /* an earlier failure may have left this rail out */
         pthread_mutex_lock(&r->pages.lock);
-        bool same = r->hot->generation == key->generation, live = number < r->live;
-        if (same && live) *mr = r->mr[number];
+        bool same = r->hot->generation == key->generation && number < r->live;
+        *mr = r->mr[number];
+        *base = r->hot->base;
         pthread_mutex_unlock(&r->pages.lock);
-        if (same && !live)
-            return jh_fail(JEMHOOKS_ERROR_REGISTRATION, EIO, "%s: registrar %u of arena '%s' failed to deregister earlier and "
-                           "has no usable key for %p", call, number, r->rails->name, p);
         if (same) return 0;
     }
 }
@@ -85,10 +84,10 @@ int jemhooks_get_rail_key(const void *p, unsigned number, jemhooks_key *key) {
     jemhooks_mr mr;
     jemhooks_key k;
     if (!key) return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_get_rail_key: nowhere to put the key (NULL)");
-    int rc = rail("jemhooks_get_rail_key", p, number, &mr, &k);
+    uint64_t base;
+    int rc = rail("jemhooks_get_rail_key", p, number, &mr, &k, &base);
     if (rc) return rc;
-    jemhooks_region *hot = jemhooks_region_of(p);
-    k.addr = mr.remote_base + ((uintptr_t)p - (hot ? hot->base : (uintptr_t)p));
+    k.addr = mr.remote_base + ((uintptr_t)p - base);
     k.lkey = mr.lkey;
     k.rkey = mr.rkey;
     *key = k;
@@ -100,7 +99,8 @@ int jemhooks_packed_key(const void *p, unsigned number, const void **bytes, size
     jemhooks_key k;
     if (!bytes || !length)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_packed_key: nowhere to put the bytes or their length (NULL)");
-    int rc = rail("jemhooks_packed_key", p, number, &mr, &k);
+    uint64_t base;
+    int rc = rail("jemhooks_packed_key", p, number, &mr, &k, &base);
     if (rc) return rc;
     *bytes = mr.packed;
     *length = mr.packed ? mr.packed_length : 0;
@@ -119,7 +119,9 @@ int jemhooks_lease(const void *p, jemhooks_key *key) {
             break;
         }
     }
-    return key ? jemhooks_lookup(p, key) : 0; /* leased: it stays registered */
+    if (key)
+        while (jemhooks_lookup(p, key) == -EAGAIN) {} /* leased, so registered; the keys are just being published */
+    return 0;
 }
 
 int jemhooks_release(const void *p) {

@@ -26,7 +26,10 @@ int jh_pagemap_reserve(void) {
     pthread_mutex_lock(&lock);
     if (!jemhooks_pagemap.slots) {
         void *table = mmap(NULL, SLOTS * sizeof(uintptr_t), PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (table == MAP_FAILED || pthread_atfork(NULL, NULL, in_child)) {
+        if (table == MAP_FAILED) {
+            rc = -errno;
+        } else if (pthread_atfork(NULL, NULL, in_child)) {
+            munmap(table, SLOTS * sizeof(uintptr_t));
             rc = -ENOMEM;
         } else {
             madvise(table, SLOTS * sizeof(uintptr_t), MADV_NOHUGEPAGE);

@@ -7,7 +7,7 @@
 #define JH_PAGE ((size_t)4096)
 #define JH_SLOT ((size_t)2 << 20)
 
-/* Reserves the table once. 0 or -ENOMEM. Not for hooks. */
+/* Reserves the table once. 0 or -errno of mmap. Not for hooks. */
 int jh_pagemap_reserve(void);
 /* Enters region r at its [base, base + length), both multiples of 4 KiB. *outer is the region in whose midst r lies, or
  * NULL. -EEXIST: r overlaps another region only in part; -ERANGE: beyond the address space covered; -ENOMEM.

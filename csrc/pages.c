@@ -82,6 +82,10 @@ void jh_pages_commit(jh_pages *p, size_t first, size_t n) {
     set_committed(p, p->committed + change(p->committed_bits, first, end, true));
 }
 
+bool jh_pages_all_committed(const jh_pages *p, size_t first, size_t n) {
+    return seek(p->committed_bits, first, first + n, false) == first + n;
+}
+
 void jh_pages_decommit(jh_pages *p, size_t first, size_t n) {
     set_committed(p, p->committed - change(p->committed_bits, first, first + n, false));
     change(p->stale_bits, first, first + n, true);

@@ -27,6 +27,7 @@ void jh_pages_fini(jh_pages *p);
 void jh_pages_commit(jh_pages *p, size_t first, size_t n);
 /* jemalloc is done with these pages: their bytes are old now. */
 void jh_pages_decommit(jh_pages *p, size_t first, size_t n);
+bool jh_pages_all_committed(const jh_pages *p, size_t first, size_t n);
 /* A device may write to any page from now on: the uncommitted ones become stale. */
 void jh_pages_mark_uncommitted(jh_pages *p);
 /* Gives stale pages of the range back to the provider, or the whole region if nothing of it is committed (pinning or a

@@ -1,8 +1,8 @@
 /* region.c - the life of regions: mapped from a provider, carved into extents, committed and decommitted page by page,
  * unmapped whole when their arena ends and never before.
  * Concurrency: hooks run this on any thread, several at once, under jemalloc's locks. Three short locks, none held while
- * another is waited for except space.carve -> pool: space.carve (growth, carving; its holder may map), pages.lock of one
- * region, and `pool` (unused structs). Structs are never freed, so that a look-up may always read one; the list of a
+ * another is waited for but space.carve, whose holder may map a region: space.carve, pages.lock of one region, `pool`
+ * (unused structs). Structs are never freed, so that a look-up may always read one; the list of a
  * space grows at its head only and is read without a lock. */
 #include "region.h"
 #include "error.h"
@@ -16,6 +16,7 @@
 
 /* Structs come from slabs: first the public halves, 128 bytes each and close together, since look-ups read nothing else;
  * then the private halves in the same order. Either half is found from the other's address. */
+#define CRUMB ((size_t)16 << 10) /* no extent is smaller: a rest below is not looked at again */
 #define SLAB ((size_t)1 << 20)
 #define PER_SLAB (SLAB / (sizeof(jemhooks_region) + sizeof(jh_region)))
 
@@ -24,11 +25,11 @@ typedef struct slab {
     jh_region region[PER_SLAB];
 } slab;
 
-atomic_size_t jh_stranded;
 static pthread_mutex_t pool = PTHREAD_MUTEX_INITIALIZER;
-static jh_region *unused; /* returned ones        */
+static jh_region *unused;       /* returned ones                                               */
+static jh_region *stranded;     /* ranges that are registered for good, with no arena any more */
 static slab *newest;
-static size_t taken = PER_SLAB; /* of the newest slab */
+static size_t taken = PER_SLAB; /* of the newest slab                                          */
 
 /* Half-made lists of the parent's other threads are left behind; the parent's structs stay readable. */
 static void in_child(void) {
@@ -97,6 +98,42 @@ static void publish(jh_region *r, unsigned state, void *base, size_t length) {
     jh_hot_end(hot);
 }
 
+/* Does a stranded registration reach into [base, base + length)? */
+static bool is_stranded(const void *base, size_t length) {
+    pthread_mutex_lock(&pool);
+    const jh_region *r = stranded;
+    while (r && (r->registration.hot->base >= (uintptr_t)base + length ||
+                 r->registration.hot->base + r->registration.hot->length <= (uintptr_t)base))
+        r = r->next;
+    pthread_mutex_unlock(&pool);
+    return r;
+}
+
+/* May a region lie at [base, base + length), in the midst of `outer`? Only in a live block of that arena. */
+static bool may_lie_in(jh_region *outer, const char *base, size_t length) {
+    jh_pages *p = &outer->registration.pages;
+    pthread_mutex_lock(&p->lock);
+    bool may = jh_pages_all_committed(p, (size_t)(base - p->base) / JH_PAGE, length / JH_PAGE);
+    pthread_mutex_unlock(&p->lock);
+    return may;
+}
+
+/* Enters the region into the page map. 0 or -errno. */
+static int enter(jh_region *r, void *base, size_t length) {
+    jemhooks_region *outer = NULL;
+    if (is_stranded(base, length)) return -EADDRINUSE;
+    int rc = jh_pagemap_insert(r->registration.hot, &outer);
+    if (rc) return rc;
+    r->outer = outer ? region_of_hot(outer) : NULL;
+    if (!outer) return 0;
+    if (!may_lie_in(r->outer, base, length)) {
+        jh_pagemap_remove(r->registration.hot, outer);
+        return -EEXIST;
+    }
+    atomic_fetch_add(&r->outer->inner, 1);
+    return 0;
+}
+
 /* Maps a region of at least `length` bytes; the caller holds space.carve or is alone. NULL with space.map_error. */
 static jh_region *region_open(jh_space *s, size_t length, size_t alignment) {
     int err = ENOMEM;
@@ -108,16 +145,12 @@ static jh_region *region_open(jh_space *s, size_t length, size_t alignment) {
     if ((err = -jh_pages_init(&r->registration.pages, s->provider, base, length))) goto no_pages;
     r->space = s;
     r->carved = 0;
-    atomic_store(&r->destroyed, 0);
     atomic_store(&r->inner, 0);
     r->registration.rails = &s->rails;
     r->registration.live = 0;
     memset(r->registration.hot->user, 0, sizeof r->registration.hot->user);
     publish(r, JEMHOOKS_MAPPED, base, length);
-    jemhooks_region *outer = NULL;
-    if ((err = -jh_pagemap_insert(r->registration.hot, &outer))) goto not_entered;
-    r->outer = outer ? region_of_hot(outer) : NULL;
-    if (r->outer) atomic_fetch_add(&r->outer->inner, 1);
+    if ((err = -enter(r, base, length))) goto not_entered;
     r->next_open = s->open;
     s->open = r;
     r->next = atomic_load(&s->regions);
@@ -163,13 +196,27 @@ static void region_close(jh_region *r) {
 }
 
 /* A region whose registration cannot be ended: a device may still write to it, so it stays mapped, with its registrars
- * and its provider open, but no look-up finds it. */
+ * and its provider open, but no look-up finds it, and no other region may lie there. */
 static void strand(jh_region *r) {
     jh_space *s = r->space;
-    atomic_fetch_add(&jh_stranded, r->registration.hot->length);
     region_hide(r);
+    __atomic_store_n(&r->registration.hot->arena, NULL, __ATOMIC_RELEASE);
     jh_provider_keep(s->provider);
     for (unsigned i = 0; i < s->rails.count; i++) jh_registrar_keep(s->rails.registrar[i]);
+    r->registration.rails = NULL;
+    r->space = NULL;
+    pthread_mutex_lock(&pool);
+    r->next = stranded;
+    stranded = r;
+    pthread_mutex_unlock(&pool);
+}
+
+size_t jh_stranded_bytes(void) {
+    size_t n = 0;
+    pthread_mutex_lock(&pool);
+    for (const jh_region *r = stranded; r; r = r->next) n += r->registration.hot->length;
+    pthread_mutex_unlock(&pool);
+    return n;
 }
 
 int jh_space_open(jh_space *s) {
@@ -182,10 +229,11 @@ int jh_space_map_whole(jh_space *s) {
     if (!s->provider->whole) return 0;
     if (region_open(s, s->provider->whole, JH_PAGE)) return 0;
     int err = atomic_load(&s->map_error);
+    const char *why = err == EEXIST ? "it overlaps another region; it must lie outside of it, or wholly in one live block of it"
+                      : err == EADDRINUSE ? "its registrar failed to deregister it earlier, so a device may still reach it"
+                                          : strerror(err);
     return jh_fail(JEMHOOKS_ERROR_PROVIDER, err, "arena '%s': the %s range of %zu bytes cannot be a region: %s", s->rails.name,
-                   s->provider->ops->name, s->provider->whole,
-                   err == EEXIST ? "it overlaps another region in part; it must lie wholly inside or wholly outside it"
-                                 : strerror(err));
+                   s->provider->ops->name, s->provider->whole, why);
 }
 
 int jh_space_close(jh_space *s) {
@@ -197,7 +245,7 @@ int jh_space_close(jh_space *s) {
         if (jh_state(r->registration.hot) == JEMHOOKS_MAPPED) {
             region_close(r);
         } else {
-            first = first ? first : rc;
+            first = first ? first : rc < 0 ? rc : -EIO;
             strand(r);
         }
         r = next;
@@ -212,7 +260,7 @@ int jh_space_trim(jh_space *s, size_t *released) {
         size_t length = r->registration.hot->length;
         int rc = jh_deregister(&r->registration, false);
         if (!rc) *released += length;
-        else if (rc != -EBUSY && !first) first = rc;
+        else if (rc < 0 && !first) first = rc;
     }
     return first;
 }
@@ -232,11 +280,12 @@ size_t jh_space_committed(const jh_space *s) {
 
 /* ---- for hooks ------------------------------------------------------------------------------------------------- */
 
-/* The length of a region that is to hold an extent of `size` bytes. */
+/* The length of a region that is to hold an extent of `size` bytes. jemalloc's own growing steps are regions as they are.
+ * Smaller exact extents come with opt.retain off, and on any jemalloc once a step was refused: they share regions. */
 static size_t new_length(jh_space *s, size_t size) {
-    if (!s->shared || size >= s->region_max) return size;
-    size_t length = s->growth > size ? s->growth : size;
-    s->growth = s->growth * 2 < s->region_max ? s->growth * 2 : s->region_max;
+    if (size >= s->growth) return size;
+    size_t length = s->growth;
+    s->growth = length * 2 < s->region_max ? length * 2 : s->region_max;
     return length;
 }
 
@@ -268,7 +317,9 @@ void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, boo
     pthread_mutex_lock(&s->carve);
     jh_region *r, **link = &s->open;
     size_t at = 0;
-    while ((r = *link) && !fits(r, size, alignment, &at)) link = &r->next_open;
+    while ((r = *link) && !fits(r, size, alignment, &at))
+        if (r->registration.hot->length - r->carved < CRUMB) *link = r->next_open;
+        else link = &r->next_open;
     if (!r && (r = region_open(s, new_length(s, size), alignment > JH_SLOT ? alignment : JH_SLOT))) {
         at = 0;
         link = &s->open; /* a new region is its first */

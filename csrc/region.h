@@ -12,7 +12,6 @@ typedef struct jh_region {
     struct jh_region *outer;      /* the region in whose midst this one lies, if any              */
     atomic_uint inner;            /* how many lie in the midst of this one                        */
     size_t carved;                /* bytes handed to the allocator so far; guarded by space.carve */
-    atomic_size_t destroyed;      /* bytes of which the allocator said so, while its arena ends   */
 } jh_region;
 
 typedef struct jh_space {
@@ -21,9 +20,8 @@ typedef struct jh_space {
     jh_rails rails;
     size_t region_max;            /* the growth of regions ends here; larger extents get their own */
     size_t region_limit;          /* no region is larger: what the registrars accept; SIZE_MAX: any */
-    bool shared;                  /* jemalloc asks for small exact extents: several share a region */
     pthread_mutex_t carve;        /* short; guards growth and every region's carved                */
-    size_t growth;                /* length of the next shared region; starts at region_min       */
+    size_t growth;                /* smaller extents share a region of this length; from region_min, doubling, to region_max */
     jh_region *open;              /* regions of which a rest can still be carved                  */
     _Atomic(jh_region *) regions; /* grows at its head only, until the space is closed             */
     atomic_size_t region_count, mapped;
@@ -42,7 +40,7 @@ int jh_space_trim(jh_space *s, size_t *released);
 size_t jh_space_leases(const jh_space *s);
 size_t jh_space_committed(const jh_space *s);
 /* Bytes that stay mapped since their registration could not be ended. */
-extern atomic_size_t jh_stranded;
+size_t jh_stranded_bytes(void);
 
 /* For hooks. */
 /* A new extent of `size` bytes: a new region, or the rest of one. Committed if *commit, zero if *zero. NULL: refused. */

@@ -4,7 +4,7 @@
  *
  * Concurrency: the state moves under pages.lock, published in the hot line's word together with the lease count, so
  * that a lease and a deregistration cannot both win. Registering and deregistering are a claim by one thread, which
- * then calls the registrar with no lock held; others wait for the claim's end; the claimant re-entering gets -EDEADLK.
+ * then calls the registrar with no lock held; others wait for the claim's end, but never from inside a registrar: -EDEADLK.
  * "Nothing committed" and the move to deregistering are one critical section: while a block of a region lives, its
  * registered region stays so, and a key may be read without any lock.                                                */
 #include "registration.h"
@@ -21,6 +21,7 @@
 #define STATE ((uint64_t)255)
 #define LEASE ((uint64_t)256)
 
+static _Thread_local unsigned inside; /* how many registrar calls this thread is in */
 static pthread_mutex_t claims = PTHREAD_MUTEX_INITIALIZER; /* for waiting only */
 static pthread_cond_t claim_ended = PTHREAD_COND_INITIALIZER;
 
@@ -50,6 +51,7 @@ static void move(jh_registration *r, unsigned state, const jemhooks_mr *mr) {
     uint64_t word = __atomic_load_n(&r->hot->word, __ATOMIC_RELAXED);
     while (!__atomic_compare_exchange_n(&r->hot->word, &word, (word & ~STATE) | state, false, __ATOMIC_ACQ_REL,
                                         __ATOMIC_RELAXED)) {}
+    JH_PAUSE(moving);
     jh_hot_end(r->hot);
 }
 
@@ -57,48 +59,53 @@ static bool claimed(unsigned state) {
     return state == JEMHOOKS_REGISTERING || state == JEMHOOKS_DEREGISTERING;
 }
 
-/* Waits until the region is in no one's claim; its state then. -EDEADLK, recorded: the claim is this thread's. */
+/* Waits until the region is in no one's claim; its state then. -EDEADLK, recorded: this thread is inside a registrar, whose
+ * own claim the other one may be waiting for. */
 static int settled(jh_registration *r) {
     unsigned state = jh_state(r->hot);
     if (!claimed(state)) return (int)state;
-    if (pthread_equal(__atomic_load_n(&r->claimant, __ATOMIC_ACQUIRE), pthread_self()))
-        return jh_fail(JEMHOOKS_ERROR_REGISTRATION, EDEADLK, "arena '%s': a registrar asked for the region at %p while it "
-                       "works on that very region; use memory of another arena inside a registrar", r->rails->name,
-                       (void *)r->hot->base);
+    if (inside)
+        return jh_fail(JEMHOOKS_ERROR_REGISTRATION, EDEADLK, "arena '%s': a registrar asked for the region at %p, which it or "
+                       "another thread is working on; inside a registrar use only memory that is registered already",
+                       r->rails->name, (void *)r->hot->base);
     pthread_mutex_lock(&claims);
     while (claimed(state = jh_state(r->hot))) pthread_cond_wait(&claim_ended, &claims);
     pthread_mutex_unlock(&claims);
     return (int)state;
 }
 
-/* Deregisters all rails, the last first; stops at the first that fails and returns its error. */
-static int drop(jh_registration *r) {
-    for (; r->live; r->live--) {
+/* Deregisters the rails above `keep`, the last first; stops at the first that fails and returns its error. */
+static int drop(jh_registration *r, unsigned keep) {
+    for (; r->live > keep; r->live--) {
         jemhooks_registrar *g = r->rails->registrar[r->live - 1];
         jh_detail_clear();
-        int rc = JH_FAULT(deregister_lost) ? 0 : g->ops->deregister_memory(g->self, &r->mr[r->live - 1]);
+        inside++;
+        int rc = JH_FAULT(deregister_lost) ? 0 : g->ops.deregister_memory(g->self, &r->mr[r->live - 1]);
+        inside--;
         if (rc)
             return jh_fail(JEMHOOKS_ERROR_REGISTRATION, abs(rc), "arena '%s': %s failed to deregister %zu bytes at %p: %s; "
-                           "the region stays registered and mapped", r->rails->name, g->ops->name, (size_t)r->hot->length,
+                           "the region stays registered and mapped", r->rails->name, g->ops.name, (size_t)r->hot->length,
                            (void *)r->hot->base, *jh_detail() ? jh_detail() : strerror(abs(rc)));
     }
     return 0;
 }
 
-/* Registers with every rail or with none (but for a rail that can be neither completed nor undone). */
+/* Registers with every rail that is not live, or with none of them (but for one that cannot be undone). */
 static int take(jh_registration *r) {
-    for (r->live = 0; r->live < r->rails->count; r->live++) {
+    for (unsigned had = r->live; r->live < r->rails->count; r->live++) {
         jemhooks_registrar *g = r->rails->registrar[r->live];
         jemhooks_mr *mr = &r->mr[r->live];
         *mr = (jemhooks_mr){.remote_base = r->hot->base};
         jh_detail_clear();
-        int rc = g->ops->register_memory(g->self, (void *)r->hot->base, r->hot->length, r->rails->access, mr);
+        inside++;
+        int rc = g->ops.register_memory(g->self, (void *)r->hot->base, r->hot->length, r->rails->access, mr);
+        inside--;
         if (!rc) continue;
         char why[512];
         snprintf(why, sizeof why, "%s", *jh_detail() ? jh_detail() : strerror(abs(rc)));
-        drop(r);
+        drop(r, had);
         return jh_fail(JEMHOOKS_ERROR_REGISTRATION, abs(rc), "arena '%s': %s failed to register %zu bytes at %p: %s",
-                       r->rails->name, g->ops->name, (size_t)r->hot->length, (void *)r->hot->base, why);
+                       r->rails->name, g->ops.name, (size_t)r->hot->length, (void *)r->hot->base, why);
     }
     return 0;
 }
@@ -112,36 +119,46 @@ static void count_registered(jh_rails *rails, uint64_t length) {
 /* Ends the claim: registered as far as any rail is, else mapped, with the pages given back that a pin, even one that
  * failed half-way, has populated. */
 static void settle(jh_registration *r) {
+    int err = errno; /* what the caller is to report */
     pthread_mutex_lock(&r->pages.lock);
-    if (!r->live) jh_pages_give_back(&r->pages, 0, r->pages.count);
+    if (!r->live) {
+        jh_pages_mark_uncommitted(&r->pages);
+        jh_pages_give_back(&r->pages, 0, r->pages.count);
+    }
     move(r, r->live ? JEMHOOKS_REGISTERED : JEMHOOKS_MAPPED, r->live ? &r->mr[0] : NULL);
     pthread_mutex_unlock(&r->pages.lock);
     pthread_mutex_lock(&claims);
     pthread_cond_broadcast(&claim_ended);
     pthread_mutex_unlock(&claims);
+    errno = err;
+}
+
+/* Is there nothing left to register? */
+static bool complete(const jh_registration *r) {
+    return jh_state(r->hot) == JEMHOOKS_REGISTERED && __atomic_load_n(&r->live, __ATOMIC_RELAXED) == r->rails->count;
 }
 
 int jh_register(jh_registration *r) {
-    for (;;) {
+    for (bool mine = false; !mine;) {
         int state = settled(r);
-        if (state < 0 || state == JEMHOOKS_REGISTERED) return state < 0 ? state : 0;
+        if (state < 0) return state;
+        if (complete(r)) return 0;
         if (state == JEMHOOKS_UNMAPPED)
-            return jh_fail(JEMHOOKS_ERROR_NOT_OURS, ENOENT, "the region was unmapped: its arena is destroyed");
+            return jh_fail(JEMHOOKS_ERROR_NOT_OURS, ENOENT, "registering: the region was unmapped meanwhile, with its arena");
         pthread_mutex_lock(&r->pages.lock);
-        bool mine = jh_state(r->hot) == JEMHOOKS_MAPPED;
+        mine = !claimed(jh_state(r->hot)) && !complete(r);
         if (mine) {
-            __atomic_store_n(&r->claimant, pthread_self(), __ATOMIC_RELEASE);
             move(r, JEMHOOKS_REGISTERING, NULL);
             /* Whoever holds the remote key reaches pages that no block lies in. */
             if (r->rails->access & (JEMHOOKS_REMOTE_WRITE | JEMHOOKS_REMOTE_ATOMIC) && !JH_FAULT(mark_skipped))
                 jh_pages_mark_uncommitted(&r->pages);
         }
         pthread_mutex_unlock(&r->pages.lock);
-        if (mine) break;
     }
     JH_PAUSE(registering);
+    unsigned had = r->live;
     int rc = take(r);
-    if (r->live) count_registered(r->rails, r->hot->length);
+    if (!had && r->live) count_registered(r->rails, r->hot->length);
     settle(r);
     if (rc) atomic_fetch_add(&r->rails->failures, 1);
     return rc;
@@ -158,7 +175,6 @@ static bool claim_to_deregister(jh_registration *r, bool busy) {
     pthread_mutex_lock(&r->pages.lock);
     if (jh_state(r->hot) == JEMHOOKS_REGISTERED && (busy || !r->pages.committed)) {
         uint64_t unleased = JEMHOOKS_REGISTERED;
-        __atomic_store_n(&r->claimant, pthread_self(), __ATOMIC_RELEASE);
         mine = __atomic_compare_exchange_n(&r->hot->word, &unleased, JEMHOOKS_DEREGISTERING, false, __ATOMIC_ACQ_REL,
                                            __ATOMIC_RELAXED);
         if (mine) move(r, JEMHOOKS_DEREGISTERING, NULL);
@@ -170,9 +186,9 @@ static bool claim_to_deregister(jh_registration *r, bool busy) {
 int jh_deregister(jh_registration *r, bool busy) {
     int state = settled(r);
     if (state < 0) return state;
-    if (state != JEMHOOKS_REGISTERED || !claim_to_deregister(r, busy)) return -EBUSY;
+    if (state != JEMHOOKS_REGISTERED || !claim_to_deregister(r, busy)) return 1;
     JH_PAUSE(deregistering);
-    int rc = drop(r);
+    int rc = drop(r, 0);
     if (!r->live) {
         atomic_fetch_add(&r->rails->deregistrations, 1);
         atomic_fetch_sub(&r->rails->registered, r->hot->length);

@@ -23,7 +23,6 @@ typedef struct jh_registration {
     jh_rails *rails;
     jemhooks_mr mr[JEMHOOKS_MAX_RAILS];
     unsigned live;       /* how many rails, from the first, hold a registration; all or none, unless one failed to end */
-    pthread_t claimant;  /* who registers or deregisters; valid in those two states */
 } jh_registration;
 
 /* Opening and closing a change of the hot line; in between, fields are stored with release. pages.lock held. */
@@ -41,7 +40,7 @@ static inline unsigned jh_state(const jemhooks_region *hot) {
  * Not for hooks. Records an error. */
 int jh_register(jh_registration *r);
 /* Deregisters the region if it is registered, unleased and (unless `busy` is true) idle, and gives its pages back. 0, or
- * -EBUSY: not eligible; or the registrar's error, recorded, and the region is still registered. Not for hooks. */
+ * 1: it is not; or the registrar's error, recorded, and the region is still registered. Not for hooks. */
 int jh_deregister(jh_registration *r, bool busy);
 
 #endif

@@ -29,10 +29,14 @@ def access_flags(value: str | Iterable[str] | int) -> Access:
             raise ConfigError(f"access {value:#x} has bits beyond {int(sum(Access)):#x}")
         return Access(value)
     flags = Access(0)
-    for name in value.split("|") if isinstance(value, str) else value:
+    try:
+        names = value.split("|") if isinstance(value, str) else list(value)
+    except TypeError:
+        raise ConfigError(f"access {value!r} is neither a name, nor several, nor flags") from None
+    for name in names:
         try:
             flags |= Access[name.strip().upper()]
         except (KeyError, AttributeError):
-            names = ", ".join(f.name.lower() for f in Access if f.name)
-            raise ConfigError(f"access {name!r} is not one of {names}; join several with '|'") from None
+            known = ", ".join(f.name.lower() for f in Access if f.name)
+            raise ConfigError(f"access {name!r} is not one of {known}; join several with '|'") from None
     return flags

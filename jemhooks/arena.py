@@ -6,22 +6,21 @@ import os
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
-from ._native import callbacks, check, error, ffi, lib
+from ._native import check, error, ffi, lib
 from .access import Access, access_flags
 from .arrays import Arrays
 from .block import Block
 from .errors import ClosedError, ConfigError
-from .lifetime import by_address, drain, unfinished
+from .lifetime import by_address, drain, owners
 from .providers import Provider
 from .registrars.base import Registrar
-from .sizes import LIMIT, ranged, size
+from .sizes import LIMIT, ranged, size, text
 
 _POLICIES = {"lazy": 0, "eager": 1, "none": 2}  # enum jemhooks_policy
 _DECAY_DEFAULT = -2  # JEMHOOKS_DECAY_DEFAULT
@@ -34,7 +33,23 @@ _STATS = ("regions", "mapped", "committed", "registered", "registered_peak", "re
 _BLOCK_STATS = ("current_bytes", "current_count", "peak_bytes", "peak_count", "total_bytes", "total_count")
 
 Stats = NamedTuple("Stats", [(n, int) for n in _BLOCK_STATS + _STATS])  # type: ignore[misc]
-Stats.__doc__ = "An arena's account: its blocks in bytes and counts, then its regions in bytes (but for the counts)."
+Stats.__doc__ = """An arena's account: of its blocks, in bytes as jemalloc rounds them and in numbers; then of its regions (all in bytes
+but regions, registrations, deregistrations and registration_failures)."""
+
+
+def _registrars(name: str, given: Registrar | Iterable[Registrar]) -> tuple[Registrar, ...]:
+    try:
+        found = (given,) if isinstance(given, Registrar) else tuple(given)
+    except TypeError:
+        raise ConfigError(f"arena '{name}': {given!r} is neither a Registrar nor several of them") from None
+    for item in found:
+        if not isinstance(item, Registrar):
+            raise ConfigError(f"arena '{name}': {item!r} is not a Registrar")
+    return found
+
+
+def _decay(milliseconds: int | None, what: str) -> int:
+    return _DECAY_DEFAULT if milliseconds is None else ranged(milliseconds, what, -1, LIMIT)
 
 
 class Arena(Arrays):
@@ -73,38 +88,39 @@ class Arena(Arrays):
         self._closed = True  # until it is open
         self._pid = os.getpid()
         drain()
-        self.registrars = (registrars,) if isinstance(registrars, Registrar) else tuple(registrars)
-        self.provider, self.access, self.name = provider, access_flags(access), name
-        for item in self.registrars:
-            if not isinstance(item, Registrar):
-                raise ConfigError(f"arena '{name}': {item!r} is not a Registrar")
+        encoded = ffi.new("char[]", text(name, "name"))
+        self.name, self.provider, self.access = name, provider, access_flags(access)
+        self.registrars = _registrars(name, registrars)
         if provider is not None and not isinstance(provider, Provider):
             raise ConfigError(f"arena '{name}': {provider!r} is not a Provider")
-        self.policy = policy or ("lazy" if self.registrars else "none")
-        if self.policy not in _POLICIES:
+        if policy is None:
+            policy = "lazy" if self.registrars else "none"
+        if not isinstance(policy, str) or policy not in _POLICIES:
             raise ConfigError(f"arena '{name}': policy {policy!r} is not one of {', '.join(_POLICIES)}")
-        encoded = ffi.new("char[]", name.encode())
+        self.policy = policy
         config = ffi.new("jemhooks_config *")
         config.size = ffi.sizeof("jemhooks_config")
         config.name = encoded
         config.provider = ffi.NULL if provider is None else provider._pointer
         config.registrar_count = len(self.registrars)
-        config.access, config.policy = int(self.access), _POLICIES[self.policy]
+        config.access, config.policy = int(self.access), _POLICIES[policy]
         config.region_min = size(region_min, "region_min", 1)
         config.region_max = size(region_max, "region_max", 1)
         config.shards = ranged(shards, "shards", 1, 64)
-        config.dirty_decay_ms = ranged(
-            _DECAY_DEFAULT if dirty_decay_ms is None else dirty_decay_ms, "dirty_decay_ms", -2, LIMIT
-        )
-        config.muzzy_decay_ms = ranged(
-            _DECAY_DEFAULT if muzzy_decay_ms is None else muzzy_decay_ms, "muzzy_decay_ms", -2, LIMIT
-        )
+        config.dirty_decay_ms = _decay(dirty_decay_ms, "dirty_decay_ms")
+        config.muzzy_decay_ms = _decay(muzzy_decay_ms, "muzzy_decay_ms")
         out = ffi.new("jh_face **")
         with ExitStack() as stack:
             rails = ffi.new("jemhooks_registrar *[]", [stack.enter_context(r._native()) for r in self.registrars])
             config.registrars = rails
-            check(lib.jh_face_open(config, out))
+            # In a finaliser no Python registrar may be called, nor a failure be seen that strands the provider's memory.
+            deferred = any(r.in_python for r in self.registrars) or (
+                provider is not None and provider.owner is not None
+            )
+            check(lib.jh_face_open(config, deferred, out))
         self._face = out[0]
+        if deferred:
+            owners[int(ffi.cast("uintptr_t", self._face))] = provider
         self._address = int(ffi.cast("uintptr_t", lib.jh_face_arena(self._face)))
         self._host_accessible = provider is None or provider.host_accessible
         self._closed = False
@@ -122,27 +138,8 @@ class Arena(Arrays):
             return
         self._closed = True
         if self._pid == os.getpid() and lib.jh_face_close(self._face):
-            self._finish()
-
-    def _finish(self) -> None:
-        if callbacks.depth:
-            unfinished.append(self)
-            return
-        by_address.pop(self._address, None)
-        rc = lib.jh_face_finish(self._face)
-        if rc < 0 and self._pid == os.getpid():
-            raise error(rc)
-
-    def _leave(self) -> None:
-        """End a use; may run in a finaliser on any thread, where no Python registrar may be called."""
-        if lib.jh_face_leave(self._face):
-            self._last_use_ended()
-
-    def _last_use_ended(self) -> None:
-        if any(r.in_python for r in self.registrars):
-            unfinished.append(self)
-        else:
-            self._finish()
+            lib.jh_face_defer(self._face)
+            drain()
 
     def __enter__(self) -> Arena:
         return self
@@ -153,16 +150,20 @@ class Arena(Arrays):
         self.close()
 
     def __del__(self) -> None:
-        if not self._closed and self._pid == os.getpid():
-            warnings.warn(
-                f"arena '{self.name}' was not closed; use it in a with statement",
-                ResourceWarning,
-                stacklevel=2,
-                source=self,
-            )
-            self._closed = True
-            if lib.jh_face_close(self._face):
-                self._last_use_ended()
+        face = self.__dict__.get("_face")
+        if face is None or self._pid != os.getpid():
+            return
+        try:
+            if not self._closed:
+                self._closed = True
+                message = f"arena '{self.name}' was not closed; use it in a with statement"
+                warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
+        finally:  # a filter may turn the warning into an exception
+            lib.jh_face_abandon(face)
+
+    def _keeper(self) -> Any:
+        """A destructor that keeps the arena and does nothing, not even run Python code."""
+        return self.__eq__
 
     def __repr__(self) -> str:
         return f"<jemhooks.Arena '{self.name}' {self.policy}{' closed' if self._closed else ''}>"
@@ -171,20 +172,14 @@ class Arena(Arrays):
 
     def _allocate(self, nbytes: int, alignment: int, zero: bool) -> Any:
         """An owning ``char *``: whatever refers to it keeps the block, and the block keeps the arena."""
-        if unfinished:
-            drain()
+        drain()
         address = 1 if self._closed else lib.jh_face_alloc(self._face, nbytes, alignment, zero)
         if address == 0:
             raise error(-ffi.errno)
-        if address < 3:
-            if address == 2:
-                self._last_use_ended()
+        if address == 1:
             raise ClosedError(f"arena '{self.name}' is closed; allocate from another one")
-        return ffi.gc(ffi.cast("char *", address), partial(self._free, address, nbytes))
-
-    def _free(self, address: int, nbytes: int, _: Any) -> None:
-        if lib.jh_face_free(self._face, address, nbytes):
-            self._last_use_ended()
+        # Freed by C, in whatever order a garbage collection clears things; the outer one only keeps the arena.
+        return ffi.gc(ffi.gc(ffi.cast("char *", address), lib.jh_face_free), self._keeper())
 
     def block(self, nbytes: SupportsIndex | str, *, alignment: int = 64, zero: bool = False) -> Block:
         """Raw memory: ``nbytes`` bytes on ``alignment``, a power of two of at most 1 GiB.
@@ -214,7 +209,7 @@ class Arena(Arrays):
         try:
             check(lib.jemhooks_trim(arena, released))
         finally:
-            self._leave()
+            lib.jh_face_leave(self._face)
         return int(released[0])
 
     def regions(self) -> npt.NDArray[Any]:
@@ -231,7 +226,7 @@ class Arena(Arrays):
                     return table[: count[0]]
                 room = count[0] + 8
         finally:
-            self._leave()
+            lib.jh_face_leave(self._face)
 
     def stats(self) -> Stats:
         """The arena's account; see :class:`Stats`."""
@@ -242,5 +237,5 @@ class Arena(Arrays):
             check(lib.jemhooks_get_stats(arena, native))
             lib.jh_face_get_stats(self._face, blocks)
         finally:
-            self._leave()
+            lib.jh_face_leave(self._face)
         return Stats(*(getattr(blocks, n) for n in _BLOCK_STATS), *(getattr(native, n) for n in _STATS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ._native import check, ffi, lib
+from .sizes import ranged
 
 _BLOCKS = (
     "jemhooks alloc+free",
@@ -31,6 +32,12 @@ def bench(rounds: int, iterations: int, sizes: list[int], regions: list[int]) ->
     :param rounds: of which the median is taken, 1 to 101; rows alternate within a round.
     :param iterations: operations per row and round.
     """
+    ranged(rounds, "--rounds", 1, 101)
+    ranged(iterations, "--iterations", 1, 10**12)
+    for size in sizes:
+        ranged(size, "--sizes", 1, 1 << 30)
+    for count in regions:
+        ranged(count, "--regions", 1, 100_000)
     for size in sizes:
         ns = ffi.new(f"double[{len(_BLOCKS)}]")
         check(lib.jh_bench_blocks(size, iterations, rounds, ns))

@@ -23,17 +23,18 @@ def array_size(shape: Shape, dtype: npt.DTypeLike | None) -> tuple[np.dtype[Any]
     """
     try:
         kind = np.dtype(dtype)
-    except TypeError as e:
+    except (TypeError, ValueError) as e:
         raise ConfigError(f"dtype {dtype!r} is not a numpy dtype: {e}") from None
     if kind.hasobject:
         raise ConfigError(f"dtype {kind} holds Python objects, which mean nothing to a device; use a plain dtype")
     try:
-        lengths: tuple[Any, ...] = (shape,) if hasattr(shape, "__index__") else tuple(shape)
+        given: Iterable[Any] = (shape,) if hasattr(shape, "__index__") else tuple(shape)
     except TypeError:
         raise ConfigError(f"shape: {shape!r} is neither a whole number nor a sequence of them") from None
+    lengths = tuple([ranged(n, "shape", 0, LIMIT) for n in given])
     nbytes = kind.itemsize
     for n in lengths:
-        nbytes *= ranged(n, "shape", 0, LIMIT)
+        nbytes *= n
     if not 0 < nbytes <= LIMIT:
         raise ConfigError(f"an array of shape {lengths} and dtype {kind} has {nbytes} bytes; a block has 1 to {LIMIT}")
     return kind, lengths, nbytes
@@ -72,8 +73,9 @@ class Block:
 
         :raises ConfigError: it needs more bytes than the block has, or the host cannot touch the memory.
         """
-        kind = np.dtype(dtype)
-        kind, lengths, nbytes = array_size((self.nbytes // max(kind.itemsize, 1),) if shape is None else shape, kind)
+        kind, lengths, nbytes = array_size(1 if shape is None else shape, dtype)
+        if shape is None and nbytes <= self.nbytes:
+            lengths = (self.nbytes // nbytes,)
         if nbytes > self.nbytes:
             raise ConfigError(
                 f"an array of shape {lengths} and dtype {kind} needs {nbytes} bytes; the block has {self.nbytes}"
@@ -81,7 +83,12 @@ class Block:
         return self._view(kind, lengths, order)
 
     def _view(self, kind: np.dtype[Any], lengths: tuple[int, ...], order: Literal["C", "F"]) -> npt.NDArray[Any]:
-        return np.ndarray(lengths, kind, self._buffer(), order=order)
+        if order not in ("C", "F"):
+            raise ConfigError(f"order {order!r} is not one of 'C' and 'F'")
+        try:
+            return np.ndarray(lengths, kind, self._buffer(), order=order)
+        except ValueError as e:  # numpy's own limits
+            raise ConfigError(f"an array of shape {lengths} and dtype {kind}: {e}") from None
 
     def __buffer__(self, flags: int) -> builtins.memoryview:
         return self.memoryview()

@@ -5,33 +5,38 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections import deque
 from typing import Protocol
 
-from ._native import callbacks
+from ._native import callbacks, error, ffi, lib
 
 
-class Ending(Protocol):
+class Closable(Protocol):
     """An arena, as far as its end goes."""
 
     def close(self) -> None:
         """Stop allocating."""
 
-    def _finish(self) -> None: ...
 
+by_address: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()  # C arena -> Arena
 
-by_address: weakref.WeakValueDictionary[int, Ending] = weakref.WeakValueDictionary()  # C arena -> Arena
-unfinished: deque[Ending] = deque()  # closed and unused, but a finaliser may not call Python registrars
+#: What the memory of an arena that is destroyed below belongs to: it goes with the arena, or never.
+owners: dict[int, object] = {}  # jh_face -> Provider
 
 
 def drain() -> None:
-    """Destroy the unfinished arenas, unless this thread is inside a registrar."""
-    while unfinished and not callbacks.depth:
-        try:
-            arena = unfinished.popleft()
-        except IndexError:  # another thread took it
+    """Destroy the arenas that wait for it: closed and unused, and some must not be destroyed in a finaliser.
+
+    Does nothing inside a registrar. :raises RegistrationError: as Arena.close() does.
+    """
+    while not callbacks.depth:
+        face = lib.jh_face_next()
+        if face == ffi.NULL:
             return
-        arena._finish()
+        number = int(ffi.cast("uintptr_t", face))
+        rc = lib.jh_face_finish(face)
+        if rc < 0:
+            raise error(rc)  # the memory may still be registered: its owner stays
+        owners.pop(number, None)
 
 
 def _at_exit() -> None:
@@ -43,7 +48,7 @@ def _at_exit() -> None:
 def _after_fork() -> None:
     """The parent's arenas are frozen here and must not be destroyed."""
     by_address.clear()
-    unfinished.clear()
+    lib.jh_face_forget()
 
 
 atexit.register(_at_exit)

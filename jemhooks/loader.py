@@ -41,17 +41,20 @@ def tls_size(library: Path) -> int:
     """Bytes of thread-local storage (PT_TLS) of an ELF library; 0 if it has none. OSError if it cannot be read."""
     with library.open("rb") as f:
         head = f.read(64)
-        if head[:5] != b"\x7fELF\x02":
+        if len(head) < 64 or head[:5] != b"\x7fELF\x02":
             raise OSError(f"{library} is not a 64-bit ELF file")
         order = "<" if head[5] == 1 else ">"
         (offset,) = struct.unpack_from(order + "Q", head, 32)
         size, count = struct.unpack_from(order + "HH", head, 54)
         f.seek(offset)
         headers = f.read(size * count)
-    for i in range(count):
-        kind, _, _, _, _, _, memsz, _ = struct.unpack_from(order + "IIQQQQQQ", headers, i * size)
-        if kind == _PT_TLS:
-            return int(memsz)
+    try:
+        for i in range(count):
+            kind, _, _, _, _, _, memsz, _ = struct.unpack_from(order + "IIQQQQQQ", headers, i * size)
+            if kind == _PT_TLS:
+                return int(memsz)
+    except struct.error:
+        raise OSError(f"{library} is cut short: its program headers are missing") from None
     return 0
 
 

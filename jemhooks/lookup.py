@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import errno
 import struct
 import warnings
 from types import TracebackType
@@ -16,10 +17,11 @@ from .arena import Arena
 from .errors import ClosedError, ConfigError, NotOursError
 from .lifetime import by_address, drain
 from .memory import span
+from .sizes import ranged
 
 KEY_DTYPE = np.dtype([(n, "u8") for n in ("addr", "length", "lkey", "rkey", "generation")])
 _KEY = struct.Struct("5Q")
-_NO_PAIR = 2**64 - 1  # jh_face_packed_keys: no key, or one of more than 32 bits
+_TOO_LARGE = 2**64 - 2  # jh_face_packed_keys: a key of more than 32 bits; above: no key
 
 
 class State(enum.IntEnum):
@@ -62,7 +64,10 @@ def key(obj: Any, rail: int = 0) -> Key:
     """
     address, nbytes = span(obj)
     out = ffi.new("jemhooks_key *")
-    rc = lib.jh_face_rail_key(address, rail, out) if rail else lib.jh_face_key(address, out)
+    if rail:
+        rc = lib.jh_face_rail_key(address, ranged(rail, "rail", 0, 2**32 - 1), out)
+    else:
+        rc = lib.jh_face_key(address, out)
     if rc:
         raise error(rc)
     addr, reach, lkey_, rkey_, generation = _KEY.unpack(ffi.buffer(out))
@@ -75,8 +80,10 @@ def key(obj: Any, rail: int = 0) -> Key:
 
 def _pair(obj: Any) -> tuple[int, int]:
     pair = lib.jh_face_packed_keys(span(obj)[0])
-    if pair != _NO_PAIR:
+    if pair < _TOO_LARGE:
         return pair & 0xFFFFFFFF, pair >> 32
+    if pair > _TOO_LARGE:
+        raise error(-ffi.errno)
     full = key(obj)
     return full.lkey, full.rkey
 
@@ -125,13 +132,13 @@ class Region:
 
     __slots__ = ("arena", "base", "generation", "leases", "length", "lkey", "remote_base", "rkey", "state", "user")
 
-    def __init__(self, info: Any, user: int, arena: Arena) -> None:
+    def __init__(self, info: Any, keeper: Any, arena: Arena) -> None:
         self.base, self.length = int(info.base), int(info.length)
         self.lkey, self.rkey, self.remote_base = int(info.lkey), int(info.rkey), int(info.remote_base)
         self.generation, self.leases, self.state = int(info.generation), int(info.leases), State(info.state)
         self.arena = arena
         #: 64 bytes of your own, shared by all memory of the region; a writable memoryview that keeps the arena open
-        self.user = memoryview(ffi.buffer(ffi.gc(ffi.cast("char *", user), lambda _: arena._leave()), 64))
+        self.user = memoryview(ffi.buffer(keeper, 64))
 
     def __repr__(self) -> str:
         return f"<jemhooks.Region of {self.length} bytes at {self.base:#x}, {self.state.name.lower()}>"
@@ -144,68 +151,81 @@ def region(obj: Any) -> Region:
     """
     address, _ = span(obj)
     info, user, owner = ffi.new("jemhooks_region_info *"), ffi.new("uintptr_t *"), ffi.new("uintptr_t *")
-    if lib.jh_face_region(address, info, user, owner):
-        raise NotOursError(f"region: address {address:#x} lies in no region of any arena")
+    _look(address, info, user, owner)
     arena = by_address.get(owner[0])
     if not isinstance(arena, Arena):
-        raise NotOursError(
-            f"region: address {address:#x} lies in an arena that was not made here (in C, or before a fork)"
-        )
+        raise NotOursError(f"region: address {address:#x} lies in an arena not made here (but in C, or before a fork)")
     if lib.jh_face_enter(arena._face, True):
         raise ClosedError(f"region: arena '{arena.name}' is closed")
-    return Region(info, user[0], arena)
+    keeper = ffi.gc(ffi.gc(ffi.cast("char *", user[0]), lib.jh_face_leave_region), arena._keeper())
+    # Now it cannot end any more; but it may have ended, and another may live here, since the first look.
+    _look(address, info, user, owner)
+    if owner[0] != arena._address or int(ffi.cast("uintptr_t", keeper)) != user[0]:
+        raise ClosedError(f"region: the arena at address {address:#x} is closed")
+    return Region(info, keeper, arena)
+
+
+def _look(address: int, info: Any, user: Any, owner: Any) -> None:
+    """jh_face_region(), until the region is not just changing."""
+    while rc := lib.jh_face_region(address, info, user, owner):
+        if rc != -errno.EAGAIN:
+            raise NotOursError(f"region: address {address:#x} lies in no region of any arena")
 
 
 class Lease:
     """A promise that a region stays registered; a context manager that gives the :class:`Key`.
 
-    It keeps the object and the arena. Thread-safe but for releasing it from two threads at once.
+    It keeps the object and the arena. Thread-safe.
     """
 
     def __init__(self, address: int, key: Key, *kept: Any) -> None:
-        self.key, self._address, self._kept, self._held = key, address, kept, True
+        self.key, self._address, self._kept = key, address, kept
+
+    def _end(self) -> bool:
+        """Release, if nobody has; of several threads one does."""
+        kept = self.__dict__.pop("_kept", None)
+        if kept is None:
+            return False
+        check(lib.jh_face_unlease(self._address))
+        return True
 
     def release(self) -> None:
         """End the lease. :raises ClosedError: it has ended already."""
-        if not self._held:
+        if not self._end():
             raise ClosedError(f"the lease on {self._address:#x} has been released already; take a new one")
-        self._held = False
-        check(lib.jh_face_release(self._address))
-        self._kept = ()
 
     def __enter__(self) -> Key:
-        if not self._held:
+        if "_kept" not in self.__dict__:
             raise ClosedError(f"the lease on {self._address:#x} has been released already; take a new one")
         return self.key
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._held:
-            self.release()
+        self._end()
 
     def __del__(self) -> None:
-        if self.__dict__.get("_held"):
-            text = f"the lease on {self._address:#x} was not released; use it in a with statement"
-            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
-            lib.jh_face_release(self._address)
+        if "_kept" in self.__dict__:
+            try:
+                message = f"the lease on {self._address:#x} was not released; use it in a with statement"
+                warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
+            finally:  # a filter may turn the warning into an exception
+                self._end()
 
 
 def lease(obj: Any) -> Lease:
     """Keep an object's region registered, whatever happens, until the lease is released; registers where needed.
 
-    The lease keeps ``obj``, so the memory too, unless it is an integer address. Raises as :func:`key` does.
+    Raises as :func:`key` and :func:`region` do.
     """
     drain()
     address, nbytes = span(obj)
+    home = region(address)  # first: it keeps the arena open
     out = ffi.new("jemhooks_key *")
     check(lib.jh_face_lease(address, out))
-    try:
-        reached = Key(*_KEY.unpack(ffi.buffer(out)))
-        if nbytes is not None and nbytes > reached.length:
-            raise _outside(address, nbytes, reached.length)
-        home = region(address)
-    except BaseException:
-        lib.jh_face_release(address)
-        raise
-    return Lease(address, reached if nbytes is None else reached._replace(length=nbytes), obj, home)
+    reached = Key(*_KEY.unpack(ffi.buffer(out)))
+    held = Lease(address, reached if nbytes is None else reached._replace(length=nbytes), obj, home)
+    if nbytes is not None and nbytes > reached.length:
+        held.release()
+        raise _outside(address, nbytes, reached.length)
+    return held

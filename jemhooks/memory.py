@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
 from ._native import ffi
 from .errors import ConfigError
+from .sizes import size
+
+
+def _check_address(address: int) -> int:
+    if not 0 <= address < 2**64:
+        raise ConfigError(f"{address} is not an address: it is not between 0 and 2**64 - 1")
+    return address
 
 
 def _of_interface(interface: dict[str, Any]) -> tuple[int, int]:
     """First address and extent in bytes of an array with strides."""
-    low = high = interface["data"][0]
-    itemsize = int(interface["typestr"][2:])
+    low = high = _check_address(interface["data"][0])
+    itemsize = int(re.match(r"\d*", interface["typestr"][2:])[0] or 1)  # type: ignore[index]
     shape, strides = interface["shape"], interface.get("strides")
     if 0 in shape:
         return low, 0
@@ -25,13 +33,7 @@ def _of_interface(interface: dict[str, Any]) -> tuple[int, int]:
                 low += stride * (n - 1)
             else:
                 high += stride * (n - 1)
-    return low, high - low + itemsize
-
-
-def _check_address(address: int) -> int:
-    if not 0 <= address < 2**64:
-        raise ConfigError(f"{address} is not an address: it is not between 0 and 2**64 - 1")
-    return address
+    return _check_address(low), high - low + itemsize
 
 
 def _without_buffer(obj: Any, writable: bool, why: str) -> tuple[int, int | None]:
@@ -49,7 +51,7 @@ def _without_buffer(obj: Any, writable: bool, why: str) -> tuple[int, int | None
         device = getattr(obj, "device", None)
         if getattr(device, "type", "cpu") != "cpu":
             raise ConfigError(f"this tensor lies on {device}, not in host memory")
-        return int(pointer()), int(obj.nbytes)
+        return _check_address(operator.index(pointer())), size(obj.nbytes, "nbytes")
     try:
         return _check_address(operator.index(obj)), None
     except TypeError:

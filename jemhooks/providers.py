@@ -15,9 +15,9 @@ class Provider:
 
     host_accessible: bool = True
 
-    def __init__(self, pointer: Any, keep: Any = None) -> None:
+    def __init__(self, pointer: Any, owner: Any = None) -> None:
         self._pointer = ffi.gc(pointer, lib.jemhooks_provider_close)
-        self._keep = keep
+        self.owner = owner  #: whose memory it is, if it is an object's
 
 
 class Anonymous(Provider):
@@ -32,8 +32,8 @@ class Anonymous(Provider):
     def __init__(
         self, *, hugetlb: SupportsIndex | str | None = None, thp: bool = True, numa_node: int | None = None
     ) -> None:
-        if numa_node is not None and not 0 <= numa_node < 2**31:
-            raise ConfigError(f"numa_node {numa_node} is not a NUMA node; None leaves the choice to the kernel")
+        if numa_node is not None and not (isinstance(numa_node, int) and 0 <= numa_node < 2**31):
+            raise ConfigError(f"numa_node {numa_node!r} is not a NUMA node; None leaves the choice to the kernel")
         config = ffi.new("jemhooks_anonymous_config *")
         config.size = ffi.sizeof("jemhooks_anonymous_config")
         config.page_size = 0 if hugetlb is None else size(hugetlb, "hugetlb", 1)

@@ -27,6 +27,8 @@ def size(value: SupportsIndex | str, what: str = "size", least: int = 0) -> int:
             raise ConfigError(
                 f"{what}: {value!r} is not a size; write a number of bytes, or one with a unit as in '64MiB'"
             )
+        if len(match[1]) > 40:
+            raise ConfigError(f"{what}: a number of {len(match[1])} digits is not between {least} and {LIMIT} bytes")
         whole, _, fraction = match[1].partition(".")
         scaled, rest = divmod(int(whole + fraction) * _UNITS[match[2]], 10 ** len(fraction))
         if rest:
@@ -53,3 +55,16 @@ def ranged(value: SupportsIndex, what: str, least: int, most: int) -> int:
     if not least <= number <= most:
         raise ConfigError(f"{what}: {number} is not between {least} and {most}")
     return number
+
+
+def text(value: str, what: str) -> bytes:
+    """A string for C, in UTF-8. :raises ConfigError: not a string, or one with NUL or lone surrogates."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{what}: {value!r} is not a string")
+    try:
+        encoded = value.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what}: {value!r} cannot be encoded in UTF-8") from None
+    if b"\0" in encoded:
+        raise ConfigError(f"{what}: {value!r} has a NUL character in it")
+    return encoded

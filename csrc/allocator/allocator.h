@@ -6,12 +6,12 @@
 
 typedef struct jh_heap jh_heap;
 
-/* Loads and checks the allocator once; tells the space how extents will be asked for. 0 or an error, recorded. */
+/* Loads the allocator once, and checks that it can serve the space. 0 or an error, recorded. */
 int jh_heap_prepare(jh_space *space);
 int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **heap);
-/* Ends all thread caches, then the heap, if no block lives: afterwards no hook runs any more. -EBUSY, not recorded,
- * with *active bytes still in use. */
-int jh_heap_destroy(jh_heap *heap, uint64_t *active);
+/* Ends all thread caches, then the heap, if no block lives: afterwards no hook runs any more. -EBUSY: blocks live, or
+ * threads are bound to it; -EIO: it can neither be used nor destroyed. Both recorded. */
+int jh_heap_destroy(jh_heap *heap);
 /* alignment: a power of two. *region is that of the block. NULL, not recorded. */
 void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jemhooks_region **region);
 /* Grows or shrinks the block in place to `size` bytes, if that can be done. */

@@ -7,7 +7,8 @@
  * the calling thread, a sentence with the call, the value, the limit and the remedy.
  * Threads: every function may be called from any thread at any time, except that an arena must not be in use while
  * jemhooks_arena_destroy() runs on it. In a forked child every arena made before the fork is frozen: its memory can be
- * read, free() drops the pointer, everything else fails with -ECHILD.                                               */
+ * read, free() drops the pointer, everything else fails with -ECHILD, but for the inline look-ups, which still answer
+ * with the parent's keys.                                               */
 #ifndef JEMHOOKS_H
 #define JEMHOOKS_H
 
@@ -137,7 +138,7 @@ static inline int jemhooks_lookup(const void *p, jemhooks_key *key) {
 }
 
 /* The key of live address p, registering its region first where the arena's policy is lazy. 0, or: -ENOENT not ours;
- * -EOPNOTSUPP the policy is none; -ECHILD; -EDEADLK called from inside a registrar that works on this very region;
+ * -EOPNOTSUPP the policy is none; -ECHILD; -EDEADLK called from inside a registrar, for a region that is in work;
  * else the registrar's error. On failure *key is untouched and the region is as it was. */
 JEMHOOKS_API int jemhooks_get_key(const void *p, jemhooks_key *key);
 /* The same on registrar `rail` (0 is the first) of the arena; -EINVAL beyond the last. */
@@ -182,7 +183,7 @@ typedef struct jemhooks_limits {
 
 /* What a registrar can do. Calls may come from several threads at once, for different regions, always from a thread
  * that called into this library, never from inside an allocator's hook. A registrar may allocate, and may call this
- * library, but asking for a key in the region it is working on fails with -EDEADLK. On failure return -errno, having
+ * library, but a key in a region that it or another thread is just working on fails with -EDEADLK. On failure return -errno, having
  * called jemhooks_set_error() (loadable modules: host->set_error) with what, how much, which limit, which remedy. */
 typedef struct jemhooks_registrar_ops {
     size_t size;      /* sizeof(jemhooks_registrar_ops) */
@@ -200,7 +201,7 @@ typedef struct jemhooks_registrar jemhooks_registrar;
 /* Opens the loadable registrar `kind` ("null", "uring", "fabric"); config is the struct of its own header
  * (jemhooks_null.h, …) or NULL for defaults. -ENOENT: not built; -ELIBACC: its library cannot be loaded. */
 JEMHOOKS_API int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_registrar **registrar);
-/* A registrar of the caller's own. `ops` must outlive it. */
+/* A registrar of the caller's own. `ops` is copied, `ops->name` and `self` must outlive it. */
 JEMHOOKS_API int jemhooks_registrar_create(const jemhooks_registrar_ops *ops, void *self, jemhooks_registrar **registrar);
 /* Drops the caller's reference; it is closed when the last arena that uses it is gone. NULL is allowed. */
 JEMHOOKS_API void jemhooks_registrar_close(jemhooks_registrar *registrar);
@@ -272,24 +273,28 @@ typedef struct jemhooks_config {
                                         Multiples of 2 MiB; region_max at most 1 GiB and the registrars' limits     */
     ssize_t dirty_decay_ms;          /* -1 never, 0 at once, JEMHOOKS_DECAY_DEFAULT: jemalloc's own setting        */
     ssize_t muzzy_decay_ms;
+    void *user;                      /* the caller's own; see jemhooks_arena_user()                                */
 } jemhooks_config;
 #define JEMHOOKS_CONFIG_INIT                                                                                         \
     {sizeof(jemhooks_config), NULL, NULL, NULL, 0, JEMHOOKS_REMOTE_READ | JEMHOOKS_REMOTE_WRITE, JEMHOOKS_LAZY, 1,  \
-     (size_t)2 << 20, (size_t)64 << 20, JEMHOOKS_DECAY_DEFAULT, JEMHOOKS_DECAY_DEFAULT}
+     (size_t)2 << 20, (size_t)64 << 20, JEMHOOKS_DECAY_DEFAULT, JEMHOOKS_DECAY_DEFAULT, NULL}
 
 JEMHOOKS_API int jemhooks_arena_create(const jemhooks_config *config, jemhooks_arena **arena);
 /* -EBUSY, with nothing changed but emptied thread caches, while blocks are allocated or leases held. If a registrar
  * fails to deregister a region, that region stays mapped and registered for good (never a stale registration), the rest
- * is destroyed, and the registrar's error is returned. NULL is allowed. */
+ * is destroyed, and the registrar's error is returned (-EIO for its -EBUSY). NULL is allowed. */
 JEMHOOKS_API int jemhooks_arena_destroy(jemhooks_arena *arena);
+/* The `user` of the arena's config; from any block by jemhooks_region_of(p)->arena. NULL for NULL. */
+JEMHOOKS_API void *jemhooks_arena_user(const jemhooks_arena *arena);
 
-/* Memory. size is 1 to PTRDIFF_MAX bytes; alignment a power of two up to 1 GiB (at least that of max_align_t is
- * always given). NULL on failure: errno and jemhooks_last_error() say why. calloc's memory is zero. */
+/* Memory. size is 1 to PTRDIFF_MAX bytes; alignment a power of two up to 1 GiB (without one: 8 bytes for sizes up to 8, else
+ * 16). NULL on failure: errno and jemhooks_last_error() say why. calloc's memory is zero. */
 JEMHOOKS_API void *jemhooks_alloc(jemhooks_arena *arena, size_t size);
 JEMHOOKS_API void *jemhooks_calloc(jemhooks_arena *arena, size_t count, size_t size);
 JEMHOOKS_API void *jemhooks_aligned_alloc(jemhooks_arena *arena, size_t alignment, size_t size);
 JEMHOOKS_API void *jemhooks_aligned_calloc(jemhooks_arena *arena, size_t alignment, size_t count, size_t size);
-/* p NULL: allocates. On failure p is untouched. p must be of this arena (-ENOENT else). */
+/* p NULL: allocates. On failure p is untouched; shrinking never fails. p must be of this arena (-ENOENT else). A block that
+ * moves keeps no special alignment. */
 JEMHOOKS_API void *jemhooks_realloc(jemhooks_arena *arena, void *p, size_t size);
 /* Any thread may free; NULL is allowed; an address in no region: -ENOENT, nothing done. */
 JEMHOOKS_API int jemhooks_free(void *p);

@@ -17,8 +17,9 @@ typedef struct {
 static void *map(jemhooks_provider *p, size_t *length, size_t alignment) {
     fixed *f = (fixed *)p;
     (void)alignment; /* the region carves aligned extents out of the whole */
-    if (*length > p->whole || atomic_exchange(&f->mapped, true)) {
-        errno = ENOMEM;
+    bool fits = *length <= p->whole;
+    if (!fits || atomic_exchange(&f->mapped, true)) {
+        errno = fits ? EADDRINUSE : ENOMEM;
         return NULL;
     }
     *length = p->whole;

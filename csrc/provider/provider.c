@@ -2,6 +2,7 @@
  * Concurrency: the count is atomic; a provider is freed by whoever drops the last reference. */
 #include "provider.h"
 #include "../error.h"
+#include "../fork.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -9,6 +10,7 @@
 void jh_provider_init(jemhooks_provider *p, const jh_provider_ops *ops) {
     p->ops = ops;
     atomic_init(&p->references, 1);
+    p->epoch = atomic_load(&jh_fork_epoch);
     p->page = 4096;
     p->host_accessible = p->fresh_is_zero = true;
 }

@@ -26,6 +26,7 @@ struct jemhooks_provider {
     size_t page;          /* a region's length is a multiple of this                       */
     size_t whole;         /* all it has is one region of this many bytes; 0: any number     */
     bool host_accessible; /* may the CPU touch the memory?                                 */
+    unsigned epoch;       /* jh_fork_epoch when it was made                                 */
     bool fresh_is_zero;   /* do newly mapped pages read as zero?                           */
 };
 

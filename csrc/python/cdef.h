@@ -49,6 +49,7 @@ typedef struct {
     unsigned shards;
     size_t region_min, region_max;
     ssize_t dirty_decay_ms, muzzy_decay_ms;
+    void *user;
 } jemhooks_config;
 
 typedef struct {
@@ -70,20 +71,25 @@ typedef struct jh_face jh_face;
 typedef struct {
     uint64_t current_bytes, current_count, peak_bytes, peak_count, total_bytes, total_count;
 } jh_face_stats;
-int jh_face_open(const jemhooks_config *config, jh_face **face);
+int jh_face_open(jemhooks_config *config, int deferred, jh_face **face);
 int jh_face_close(jh_face *face);
 int jh_face_enter(jh_face *face, int hold);
-int jh_face_leave(jh_face *face);
+void jh_face_leave(jh_face *face);
 int jh_face_finish(jh_face *face);
+jh_face *jh_face_next(void);
+void jh_face_forget(void);
+void jh_face_defer(jh_face *face);
+void jh_face_abandon(jh_face *face);
 jemhooks_arena *jh_face_arena(jh_face *face);
 uintptr_t jh_face_alloc(jh_face *face, size_t size, size_t alignment, int zero);
-int jh_face_free(jh_face *face, uintptr_t block, size_t size);
+void jh_face_free(void *block);
+void jh_face_leave_region(void *user);
 void jh_face_get_stats(const jh_face *face, jh_face_stats *stats);
 int jh_face_key(uintptr_t address, jemhooks_key *key);
 int jh_face_rail_key(uintptr_t address, unsigned rail, jemhooks_key *key);
 uint64_t jh_face_packed_keys(uintptr_t address);
 int jh_face_lease(uintptr_t address, jemhooks_key *key);
-int jh_face_release(uintptr_t address);
+int jh_face_unlease(uintptr_t address);
 int jh_face_region(uintptr_t address, jemhooks_region_info *info, uintptr_t *user, uintptr_t *arena);
 int jh_bench_blocks(size_t size, size_t iterations, int rounds, double *ns);
 int jh_bench_lookups(size_t regions, size_t iterations, int rounds, double *ns, size_t *made);

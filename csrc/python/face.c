@@ -8,16 +8,25 @@
 #include <stdlib.h>
 
 #define CLOSED ((int64_t)1 << 62)
+#define RELEASED ((int64_t)1 << 61) /* Python has let go of the face      */
+#define FINISHED ((int64_t)1 << 60) /* its arena is gone                  */
+#define COUNT (FINISHED - 1)
 
 struct jh_face {
     jemhooks_arena *arena;
-    _Atomic int64_t users; /* and CLOSED */
+    bool deferred;
+    _Atomic int64_t users; /* a count and the three bits */
+    jh_face *next;         /* in the queue               */
     atomic_ullong current_bytes, current_count, peak_bytes, peak_count, total_bytes, total_count;
 };
 
-int jh_face_open(const jemhooks_config *config, jh_face **face) {
+static _Atomic(jh_face *) queue; /* taken whole, so that a plain stack will do */
+
+int jh_face_open(jemhooks_config *config, int deferred, jh_face **face) {
     jh_face *f = calloc(1, sizeof *f);
     if (!f) return -ENOMEM;
+    f->deferred = deferred;
+    config->user = f;
     int rc = jemhooks_arena_create(config, &f->arena);
     if (rc) free(f);
     else *face = f;
@@ -25,26 +34,62 @@ int jh_face_open(const jemhooks_config *config, jh_face **face) {
 }
 
 int jh_face_close(jh_face *f) {
-    return atomic_fetch_or(&f->users, CLOSED) == 0;
+    int64_t users = atomic_fetch_or(&f->users, CLOSED);
+    return !(users & (CLOSED | COUNT));
 }
 
 int jh_face_enter(jh_face *f, int hold) {
     int64_t users = atomic_load(&f->users);
     do {
-        if (users & CLOSED && (!hold || users == CLOSED)) return -ESHUTDOWN;
+        if (users & CLOSED && (!hold || !(users & COUNT))) return -ESHUTDOWN;
     } while (!atomic_compare_exchange_weak(&f->users, &users, users + 1));
     return 0;
 }
 
-int jh_face_leave(jh_face *f) {
-    return atomic_fetch_sub(&f->users, 1) == (CLOSED | 1);
+static void enqueue(jh_face *first, jh_face *last) {
+    last->next = atomic_load(&queue);
+    while (!atomic_compare_exchange_weak(&queue, &last->next, first)) {}
+}
+
+void jh_face_leave(jh_face *f) {
+    int64_t users = atomic_fetch_sub(&f->users, 1);
+    if ((users & (CLOSED | COUNT)) != (CLOSED | 1)) return;
+    if (f->deferred) enqueue(f, f);
+    else jh_face_finish(f);
 }
 
 int jh_face_finish(jh_face *f) {
     int rc = jemhooks_arena_destroy(f->arena);
-    if (rc == -EBUSY || rc == -ECHILD) return rc;
-    free(f);
+    if (rc != -EBUSY && rc != -ECHILD && atomic_fetch_or(&f->users, FINISHED) & RELEASED) free(f);
     return rc;
+}
+
+void jh_face_defer(jh_face *f) {
+    enqueue(f, f);
+}
+
+void jh_face_abandon(jh_face *f) {
+    /* Counted as a use, it cannot go before it is released. */
+    if (!jh_face_enter(f, false)) {
+        jh_face_close(f);
+        atomic_fetch_or(&f->users, RELEASED);
+        jh_face_leave(f);
+    } else if (atomic_fetch_or(&f->users, RELEASED) & FINISHED) {
+        free(f);
+    }
+}
+
+jh_face *jh_face_next(void) {
+    jh_face *f = atomic_exchange(&queue, NULL);
+    if (!f || !f->next) return f;
+    jh_face *last = f->next;
+    while (last->next) last = last->next;
+    enqueue(f->next, last);
+    return f;
+}
+
+void jh_face_forget(void) {
+    atomic_store(&queue, NULL);
 }
 
 jemhooks_arena *jh_face_arena(jh_face *f) {
@@ -61,22 +106,29 @@ uintptr_t jh_face_alloc(jh_face *f, size_t size, size_t alignment, int zero) {
     void *p = zero ? jemhooks_aligned_calloc(f->arena, alignment, 1, size) : jemhooks_aligned_alloc(f->arena, alignment, size);
     if (!p) {
         int err = errno;
-        if (jh_face_leave(f)) return 2;
+        jh_face_leave(f);
         errno = err;
         return 0;
     }
-    raise_peak(&f->peak_bytes, atomic_fetch_add(&f->current_bytes, size) + size);
+    size_t bytes = jemhooks_usable_size(p);
+    raise_peak(&f->peak_bytes, atomic_fetch_add(&f->current_bytes, bytes) + bytes);
     raise_peak(&f->peak_count, atomic_fetch_add(&f->current_count, 1) + 1);
-    atomic_fetch_add(&f->total_bytes, size);
+    atomic_fetch_add(&f->total_bytes, bytes);
     atomic_fetch_add(&f->total_count, 1);
     return (uintptr_t)p;
 }
 
-int jh_face_free(jh_face *f, uintptr_t block, size_t size) {
-    jemhooks_free((void *)block);
-    atomic_fetch_sub(&f->current_bytes, size);
+void jh_face_free(void *block) {
+    jh_face *f = jemhooks_arena_user(jemhooks_region_of(block)->arena);
+    atomic_fetch_sub(&f->current_bytes, jemhooks_usable_size(block));
     atomic_fetch_sub(&f->current_count, 1);
-    return jh_face_leave(f);
+    jemhooks_free(block);
+    jh_face_leave(f);
+}
+
+void jh_face_leave_region(void *user) {
+    const jemhooks_region *r = (const jemhooks_region *)((char *)user - offsetof(jemhooks_region, user));
+    jh_face_leave(jemhooks_arena_user(r->arena));
 }
 
 void jh_face_get_stats(const jh_face *f, jh_face_stats *s) {
@@ -93,7 +145,8 @@ int jh_face_rail_key(uintptr_t address, unsigned rail, jemhooks_key *key) {
 
 uint64_t jh_face_packed_keys(uintptr_t address) {
     jemhooks_key k;
-    if (jemhooks_get_key((const void *)address, &k) || (k.lkey | k.rkey) >> 32) return UINT64_MAX;
+    if (jemhooks_get_key((const void *)address, &k)) return UINT64_MAX;
+    if ((k.lkey | k.rkey) >> 32 || k.rkey == UINT32_MAX) return UINT64_MAX - 1;
     return k.rkey << 32 | k.lkey;
 }
 
@@ -101,29 +154,26 @@ int jh_face_lease(uintptr_t address, jemhooks_key *key) {
     return jemhooks_lease((const void *)address, key);
 }
 
-int jh_face_release(uintptr_t address) {
+int jh_face_unlease(uintptr_t address) {
     return jemhooks_release((const void *)address);
 }
 
 int jh_face_region(uintptr_t address, jemhooks_region_info *info, uintptr_t *user, uintptr_t *arena) {
     jemhooks_region *r = jemhooks_region_of((const void *)address);
     if (!r) return -ENOENT;
-    uint64_t g;
-    do {
-        g = __atomic_load_n(&r->generation, __ATOMIC_ACQUIRE);
-        uint64_t word = __atomic_load_n(&r->word, __ATOMIC_ACQUIRE);
-        *info = (jemhooks_region_info){
-            .base = __atomic_load_n(&r->base, __ATOMIC_ACQUIRE),
-            .length = __atomic_load_n(&r->length, __ATOMIC_ACQUIRE),
-            .lkey = __atomic_load_n(&r->lkey, __ATOMIC_ACQUIRE),
-            .rkey = __atomic_load_n(&r->rkey, __ATOMIC_ACQUIRE),
-            .remote_base = __atomic_load_n(&r->remote_base, __ATOMIC_ACQUIRE),
-            .generation = g,
-            .state = (uint32_t)(word & 255),
-            .leases = (uint32_t)(word >> 8),
-        };
-        *arena = (uintptr_t)__atomic_load_n(&r->arena, __ATOMIC_ACQUIRE);
-    } while (g & 1 || __atomic_load_n(&r->generation, __ATOMIC_RELAXED) != g);
+    uint64_t g = __atomic_load_n(&r->generation, __ATOMIC_ACQUIRE), word = __atomic_load_n(&r->word, __ATOMIC_ACQUIRE);
+    *info = (jemhooks_region_info){
+        .base = __atomic_load_n(&r->base, __ATOMIC_ACQUIRE),
+        .length = __atomic_load_n(&r->length, __ATOMIC_ACQUIRE),
+        .lkey = __atomic_load_n(&r->lkey, __ATOMIC_ACQUIRE),
+        .rkey = __atomic_load_n(&r->rkey, __ATOMIC_ACQUIRE),
+        .remote_base = __atomic_load_n(&r->remote_base, __ATOMIC_ACQUIRE),
+        .generation = g,
+        .state = (uint32_t)(word & 255),
+        .leases = (uint32_t)(word >> 8),
+    };
+    *arena = (uintptr_t)__atomic_load_n(&r->arena, __ATOMIC_ACQUIRE);
+    if (g & 1 || __atomic_load_n(&r->generation, __ATOMIC_RELAXED) != g) return -EAGAIN;
     *user = (uintptr_t)r->user;
     return info->length ? 0 : -ENOENT;
 }

@@ -4,38 +4,53 @@
 
 #include "jemhooks.h"
 
-/* An arena with a count of blocks, leases and calls in flight, so that Python may close it at any time: it is destroyed
- * when the last of them ends. */
+/* An arena with a count of blocks, regions in view and calls in flight, so that Python may close it at any time: it is
+ * destroyed when the last of them ends. That may happen in a finaliser, in whatever order a garbage collection frees
+ * things; so the ends of uses are C functions that find everything from an address. */
 typedef struct jh_face jh_face;
 
 typedef struct jh_face_stats {
     uint64_t current_bytes, current_count, peak_bytes, peak_count, total_bytes, total_count;
 } jh_face_stats;
 
-/* 0 with *face, or the error of jemhooks_arena_create(). */
-int jh_face_open(const jemhooks_config *config, jh_face **face);
-/* Whoever gets 1 from close, leave or free is the last user of a closed arena, and calls jh_face_finish(). */
+/* 0 with *face, or the error of jemhooks_arena_create(). `deferred`: the arena must not be destroyed in a finaliser, since
+ * its registrars are Python's; it is queued for jh_face_next(). */
+int jh_face_open(jemhooks_config *config, int deferred, jh_face **face);
+/* No more uses. 1: it had none, so the caller destroys it, by jh_face_finish(). */
 int jh_face_close(jh_face *face);
 /* A use: 0, or -ESHUTDOWN if the arena is closed; with `hold`, only if it is closed and no one else uses it. */
 int jh_face_enter(jh_face *face, int hold);
-int jh_face_leave(jh_face *face);
-/* Destroys the arena: 0 and the face is gone; -EBUSY: still there; another error: gone, with stranded regions. */
+/* The end of a use; the last use of a closed arena destroys or queues it. */
+void jh_face_leave(jh_face *face);
+/* Destroys the closed and unused arena: 0; -EBUSY, -ECHILD: it is still there; another error: gone, with stranded regions. */
 int jh_face_finish(jh_face *face);
+/* The same later, by jh_face_next(). */
+void jh_face_defer(jh_face *face);
+/* Takes a face from the queue, to be finished; NULL: it is empty. */
+jh_face *jh_face_next(void);
+/* Empties the queue: in a forked child, where the arenas are not to be destroyed. */
+void jh_face_forget(void);
+/* Closes the arena, if nobody has, in a finaliser; the caller will not name the face any more: it goes when its arena has. */
+void jh_face_abandon(jh_face *face);
 jemhooks_arena *jh_face_arena(jh_face *face);
 
-/* A block is a use. Its address, or 0: failed, with an error recorded and errno set; 1: the arena is closed; 2: it was
- * closed meanwhile, and this was its last use. */
+/* A block is a use. Its address, or 0: failed, with an error recorded and errno set; 1: the arena is closed. */
 uintptr_t jh_face_alloc(jh_face *face, size_t size, size_t alignment, int zero);
-int jh_face_free(jh_face *face, uintptr_t block, size_t size);
+/* Frees a block, which ends its use. */
+void jh_face_free(void *block);
+/* Ends the use of a region whose 64 bytes of metadata are at `user`. */
+void jh_face_leave_region(void *user);
 void jh_face_get_stats(const jh_face *face, jh_face_stats *stats);
 
 int jh_face_key(uintptr_t address, jemhooks_key *key);
 int jh_face_rail_key(uintptr_t address, unsigned rail, jemhooks_key *key);
-/* rkey << 32 | lkey, registering where needed; UINT64_MAX: failed, or the keys do not fit into 32 bits each. */
+/* rkey << 32 | lkey, registering where needed. UINT64_MAX: failed, recorded, with errno; UINT64_MAX - 1: the keys do not fit
+ * into 32 bits each. */
 uint64_t jh_face_packed_keys(uintptr_t address);
 int jh_face_lease(uintptr_t address, jemhooks_key *key);
-int jh_face_release(uintptr_t address);
-/* Of the region at the address, as of now. -ENOENT. *user: its 64 bytes of metadata; *arena: whose it is. */
+int jh_face_unlease(uintptr_t address);
+/* Of the region at the address, as of now. -ENOENT; -EAGAIN: it is just changing. *user: its 64 bytes of metadata; *arena:
+ * whose it is. */
 int jh_face_region(uintptr_t address, jemhooks_region_info *info, uintptr_t *user, uintptr_t *arena);
 
 /* bench.c: medians over `rounds` rounds, in ns per operation. 0 or -errno. */

@@ -18,7 +18,7 @@ static inline int module_config(const jemhooks_host *host, const char *kind, voi
                                 const void *config) {
     if (!config) return 0;
     size_t theirs = *(const size_t *)config;
-    if (theirs < sizeof(size_t)) {
+    if (theirs < sizeof(size_t) || theirs > 65536) {
         host->set_error("opening registrar %s: its config has size %zu; start from the INIT macro of jemhooks_%s.h",
                         kind, theirs, kind);
         return -EINVAL;

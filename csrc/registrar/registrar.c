@@ -4,6 +4,7 @@
  * Concurrency: the reference count is atomic; modules stay loaded for good. */
 #include "registrar.h"
 #include "../error.h"
+#include "../fork.h"
 
 #include <dlfcn.h>
 #include <stdio.h>
@@ -11,16 +12,20 @@
 #include <string.h>
 #include <unistd.h>
 
+/* All that the first version had to have. */
+#define LEAST_OPS offsetof(jemhooks_registrar_ops, limits)
+
 static const jemhooks_host host = {JEMHOOKS_MODULE_ABI, jemhooks_set_error};
 
 int jemhooks_registrar_create(const jemhooks_registrar_ops *ops, void *self, jemhooks_registrar **registrar) {
-    if (!ops || !registrar || ops->size < sizeof *ops || !ops->name || !ops->register_memory || !ops->deregister_memory)
+    if (!ops || !registrar || ops->size < LEAST_OPS || !ops->name || !ops->register_memory || !ops->deregister_memory)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "registrar: ops needs its size (at least %zu bytes), a name, "
-                       "register_memory and deregister_memory, and somewhere to put the result", sizeof *ops);
-    jemhooks_registrar *r = malloc(sizeof *r);
+                       "register_memory and deregister_memory, and somewhere to put the result", LEAST_OPS);
+    jemhooks_registrar *r = calloc(1, sizeof *r);
     if (!r) return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "registrar %s: no memory for the registrar itself", ops->name);
-    r->ops = ops;
+    memcpy(&r->ops, ops, ops->size < sizeof r->ops ? ops->size : sizeof r->ops);
     r->self = self;
+    r->epoch = atomic_load(&jh_fork_epoch);
     atomic_init(&r->references, 1);
     *registrar = r;
     return 0;
@@ -32,7 +37,7 @@ void jh_registrar_keep(jemhooks_registrar *r) {
 
 void jemhooks_registrar_close(jemhooks_registrar *r) {
     if (!r || atomic_fetch_sub(&r->references, 1) != 1) return;
-    if (r->ops->close) r->ops->close(r->self);
+    if (r->ops.close && !jh_frozen(r->epoch)) r->ops.close(r->self); /* the parent's stays open */
     free(r);
 }
 
@@ -78,7 +83,7 @@ int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_regis
 }
 
 const char *jemhooks_registrar_name(const jemhooks_registrar *r) {
-    return r ? r->ops->name : NULL;
+    return r ? r->ops.name : NULL;
 }
 
 void *jemhooks_registrar_self(const jemhooks_registrar *r) {
@@ -86,5 +91,5 @@ void *jemhooks_registrar_self(const jemhooks_registrar *r) {
 }
 
 const void *jemhooks_registrar_interface(const jemhooks_registrar *r, const char *kind) {
-    return r && kind && !strcmp(r->ops->name, kind) ? r->ops->interface : NULL;
+    return r && kind && !strcmp(r->ops.name, kind) ? r->ops.interface : NULL;
 }

@@ -7,9 +7,10 @@
 #include <stdatomic.h>
 
 struct jemhooks_registrar {
-    const jemhooks_registrar_ops *ops;
+    jemhooks_registrar_ops ops; /* a copy, with what an older caller does not know left NULL */
     void *self;
     atomic_int references;
+    unsigned epoch;             /* jh_fork_epoch when it was made: a child must not use its parent's */
 };
 
 void jh_registrar_keep(jemhooks_registrar *r);

@@ -207,7 +207,11 @@ static int move_piece(uring_registrar *u, int opcode, int fd, unsigned slot, uin
                       uint64_t offset) {
     pthread_mutex_lock(&u->transfers);
     uint64_t tag = ++u->last_tag;
-    struct io_uring_sqe *request = io_uring_get_sqe(&u->ring); /* never full: one at a time */
+    struct io_uring_sqe *request = io_uring_get_sqe(&u->ring); /* one at a time: full only if the kernel takes none */
+    if (!request) {
+        pthread_mutex_unlock(&u->transfers);
+        return -EBUSY;
+    }
     io_uring_prep_rw(opcode, request, fd, (void *)(uintptr_t)address, length, offset);
     request->buf_index = (uint16_t)slot;
     request->user_data = tag;

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
 from .._native import callbacks, check, ffi, lib
 from ..access import Access
 from ..errors import ClosedError, ConfigError
-from ..sizes import ranged
+from ..sizes import ranged, text
 
+_U64 = 2**64 - 1
 _alive: dict[int, Any] = {}  # what C registrars point to, until they are closed
 
 
@@ -38,13 +40,6 @@ class Registrar:
     in_python: bool = True
 
     _closed: bool = False
-    _handles: dict[int, Any]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Registrar:
-        """Set up what subclasses need even if they do not call ``super().__init__()``."""
-        self = super().__new__(cls)
-        self._handles = {}  # by address
-        return self
 
     def register(self, addr: int, length: int, access: Access) -> tuple[int, int, object]:
         """Register ``length`` bytes at ``addr``; return lkey, rkey (ints of 64 bits) and a handle."""
@@ -60,17 +55,13 @@ class Registrar:
 
     @contextmanager
     def _native(self) -> Iterator[Any]:
-        """The C registrar while an arena is made, which then keeps it. :raises ClosedError:"""
+        """The C registrar while an arena is made, which then keeps it. :raises ClosedError, ConfigError:"""
         if self._closed:
             raise ClosedError(f"registrar {self.name} is closed; open another one")
-        handle, name = ffi.new_handle(self), ffi.new("char[]", self.name.encode())
-        ops = ffi.new("jemhooks_registrar_ops *")
-        ops.size, ops.name = ffi.sizeof("jemhooks_registrar_ops"), name
-        ops.register_memory, ops.deregister_memory = lib.jh_py_register, lib.jh_py_deregister
-        ops.limits, ops.close = lib.jh_py_limits, lib.jh_py_close
+        bound = _Bound(self)
         out = ffi.new("jemhooks_registrar **")
-        check(lib.jemhooks_registrar_create(ops, handle, out))
-        _alive[int(ffi.cast("uintptr_t", handle))] = (handle, name, ops)
+        check(lib.jemhooks_registrar_create(bound.ops, bound.pointer, out))
+        _alive[bound.address] = bound
         try:
             yield out[0]
         finally:
@@ -124,43 +115,68 @@ class NativeRegistrar(Registrar):
         self.close()
 
 
-def _of(self: Any) -> Registrar:
-    registrar: Registrar = ffi.from_handle(self)
-    return registrar
+class _Bound:
+    """A Python registrar in one arena: what its C registrar points to, and the handles of its registrations."""
+
+    def __init__(self, registrar: Registrar) -> None:
+        self.registrar = registrar
+        self.handles: dict[int, Any] = {}
+        self.numbers = itertools.count(1)
+        self.max_mr_size = ranged(registrar.max_mr_size, "max_mr_size", 0, _U64)
+        self.max_mr = ranged(registrar.max_mr, "max_mr", 0, 2**64 - 1)
+        self.pointer = ffi.new_handle(self)
+        self.address = int(ffi.cast("uintptr_t", self.pointer))
+        self.name = ffi.new("char[]", text(registrar.name, "name"))
+        self.ops = ffi.new("jemhooks_registrar_ops *")
+        self.ops.size, self.ops.name = ffi.sizeof("jemhooks_registrar_ops"), self.name
+        self.ops.register_memory, self.ops.deregister_memory = lib.jh_py_register, lib.jh_py_deregister
+        self.ops.limits, self.ops.close = lib.jh_py_limits, lib.jh_py_close
+
+    def register(self, addr: int, length: int, access: int, mr: Any) -> None:
+        """Fill in mr. What register() made is undone if the rest of what it says makes no sense."""
+        answer = self.registrar.register(addr, length, Access(access))
+        try:
+            lkey, rkey, handle = answer
+        except (TypeError, ValueError):
+            raise ConfigError(f"register() must return (lkey, rkey, handle), not {answer!r}") from None
+        try:
+            mr.lkey, mr.rkey = ranged(lkey, "lkey", 0, _U64), ranged(rkey, "rkey", 0, _U64)
+            mr.remote_base = ranged(self.registrar.remote_base(addr, handle), "remote_base", 0, _U64)
+        except BaseException:
+            self.registrar.deregister(handle)
+            raise
+        number = next(self.numbers)
+        mr.handle = ffi.cast("void *", number)
+        self.handles[number] = handle
+
+    def deregister(self, mr: Any) -> None:
+        """End the registration of mr."""
+        number = int(ffi.cast("uintptr_t", mr.handle))
+        self.registrar.deregister(self.handles[number])
+        del self.handles[number]
+
+
+def _of(self: Any) -> _Bound:
+    bound: _Bound = ffi.from_handle(self)
+    return bound
 
 
 def _failed(what: str, e: BaseException) -> int:
     callbacks.raised = e
-    text = f"{what} raised {type(e).__name__}: {e}"
-    lib.jemhooks_set_error(b"%s", ffi.new("char[]", text.encode()[:500]))
-    code = getattr(e, "errno", None)
-    return -code if isinstance(code, int) and 0 < code < 4096 else -errno.EIO
+    message, code = f"{what} raised {type(e).__name__}", None
+    with suppress(Exception):  # it may refuse even to be shown
+        message += f": {e}"
+        code = getattr(e, "errno", None)
+    lib.jemhooks_set_error(b"%s", ffi.new("char[]", message.encode(errors="replace").replace(b"\0", b"?")[:500]))
+    return -code if type(code) is int and 0 < code < 4096 else -errno.EIO
 
 
-def _checked(registrar: Registrar, answer: Any) -> tuple[int, int, object]:
-    """What register() returned, if it makes sense; what it registered is undone if not."""
-    try:
-        lkey, rkey, handle = answer
-    except (TypeError, ValueError):
-        raise ConfigError(f"register() must return (lkey, rkey, handle), not {answer!r}") from None
-    try:
-        return ranged(lkey, "lkey", 0, 2**64 - 1), ranged(rkey, "rkey", 0, 2**64 - 1), handle
-    except ConfigError:
-        registrar.deregister(handle)
-        raise
-
-
-@ffi.def_extern()
+@ffi.def_extern(error=-errno.EIO)  # for what escapes even the handlers below
 def jh_py_register(self: Any, address: Any, length: int, access: int, mr: Any) -> int:
     """C asks a Python registrar to register."""
-    registrar = _of(self)
-    addr = int(ffi.cast("uintptr_t", address))
     callbacks.depth += 1
     try:
-        lkey, rkey, handle = _checked(registrar, registrar.register(addr, length, Access(access)))
-        mr.lkey, mr.rkey, mr.handle = lkey, rkey, address
-        mr.remote_base = registrar.remote_base(addr, handle)
-        registrar._handles[addr] = handle
+        _of(self).register(int(ffi.cast("uintptr_t", address)), length, access, mr)
     except BaseException as e:
         return _failed("register()", e)
     finally:
@@ -168,15 +184,12 @@ def jh_py_register(self: Any, address: Any, length: int, access: int, mr: Any) -
     return 0
 
 
-@ffi.def_extern()
+@ffi.def_extern(error=-errno.EIO)
 def jh_py_deregister(self: Any, mr: Any) -> int:
     """C asks it to deregister."""
-    registrar = _of(self)
-    addr = int(ffi.cast("uintptr_t", mr.handle))
     callbacks.depth += 1
     try:
-        registrar.deregister(registrar._handles[addr])
-        del registrar._handles[addr]
+        _of(self).deregister(mr)
     except BaseException as e:
         return _failed("deregister()", e)
     finally:
@@ -187,8 +200,8 @@ def jh_py_deregister(self: Any, mr: Any) -> int:
 @ffi.def_extern()
 def jh_py_limits(self: Any, limits: Any) -> None:
     """C asks for its limits."""
-    registrar = _of(self)
-    limits.max_mr_size, limits.max_mr = registrar.max_mr_size, registrar.max_mr
+    bound = _of(self)
+    limits.max_mr_size, limits.max_mr = bound.max_mr_size, bound.max_mr
 
 
 @ffi.def_extern()

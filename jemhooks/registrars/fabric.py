@@ -10,7 +10,7 @@ from .._native import check, error, ffi, lib
 from ..errors import ConfigError
 from ..lookup import lkey
 from ..memory import span
-from ..sizes import LIMIT, ranged, size
+from ..sizes import LIMIT, ranged, size, text
 from .base import NativeRegistrar
 
 _U64 = 2**64 - 1
@@ -93,15 +93,15 @@ class Fabric(NativeRegistrar):
         domain: str | None = None,
         max_outstanding: int = 256,
     ) -> None:
-        config = ffi.new("jemhooks_fabric_config *")
-        config.size = ffi.sizeof("jemhooks_fabric_config")
-        texts = {n: ffi.new("char[]", v.encode()) for n, v in
-                 (("provider", provider), ("node", node), ("service", service), ("domain", domain)) if v}  # fmt: skip
-        for n, text in texts.items():
-            setattr(config, n, text)
-        config.max_outstanding = ranged(max_outstanding, "max_outstanding", 1, 65536)
         self._under_way: dict[int, Any] = {}  # ticket -> local memory
         self._forgotten = False
+        config = ffi.new("jemhooks_fabric_config *")
+        config.size = ffi.sizeof("jemhooks_fabric_config")
+        given = {"provider": provider, "node": node, "service": service, "domain": domain}
+        texts = {n: ffi.new("char[]", text(v, n)) for n, v in given.items() if v is not None}
+        for n, encoded in texts.items():
+            setattr(config, n, encoded)
+        config.max_outstanding = ranged(max_outstanding, "max_outstanding", 1, 65536)
         super().__init__("fabric", config)
         self._needs_lkey = bool(self.info().mr_mode & _FI_MR_LOCAL)
 

@@ -78,7 +78,7 @@ class Null(NativeRegistrar):
 
     def fail(self, op: Literal["register", "deregister"], nth: int = 1, error: int = errno.ENOMEM) -> None:
         """Let the ``nth`` next call of ``op`` fail with ``error``; 0 disarms."""
-        if op not in _OPS:
+        if not isinstance(op, str) or op not in _OPS:
             raise ConfigError(f"op {op!r} is not one of {', '.join(_OPS)}")
         check(
             lib.jemhooks_null_fail(

@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
 
 #define REASONS 64
 #define PRINTED_OF_EACH 3
@@ -56,6 +58,10 @@ void violated(const char *reason, const char *format, ...) {
         va_end(args);
     }
     pthread_mutex_unlock(&lock);
+}
+
+bool anything_violated(void) {
+    return reasons[0].reason != NULL;
 }
 
 void must(int rc, const char *call, const char *file, int line) {
@@ -189,11 +195,32 @@ void *map_aligned(size_t length, int protection) {
     return base;
 }
 
-const char *describe_exit(int status) {
-    static _Thread_local char text[64];
-    if (WIFSIGNALED(status)) snprintf(text, sizeof text, "signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
-    else snprintf(text, sizeof text, "exit status %d", WEXITSTATUS(status));
-    return text;
+void check_pinned(const char *when, size_t bytes) {
+    struct timespec start, now;
+    static atomic_bool impatient;
+    clock_gettime(CLOCK_MONOTONIC, &start);
+    long pinned = status_kib("VmPin");
+    for (now = start; pinned != (long)(bytes / KIB) && now.tv_sec < start.tv_sec + 3 && !atomic_load(&impatient);) {
+        pinned = status_kib("VmPin");
+        clock_gettime(CLOCK_MONOTONIC, &now);
+    }
+    if (!CHECK("pinned", pinned == (long)(bytes / KIB), "%s %ld KiB are pinned, not %zu", when, pinned, bytes / KIB))
+        atomic_store(&impatient, true);
+}
+
+void in_child(const char *what, void (*run)(void)) {
+    int status = 0;
+    fflush(stdout);
+    pid_t child = fork();
+    if (!child) {
+        alarm(60);
+        run();
+        fflush(stdout);
+        _exit(anything_violated());
+    }
+    if (child < 0 || waitpid(child, &status, 0) != child) violated("setup", "fork or waitpid: %s", strerror(errno));
+    else if (WIFSIGNALED(status)) violated("child", "%s: it ended by signal %d (%s)", what, WTERMSIG(status), strsignal(WTERMSIG(status)));
+    else CHECK("child", !WEXITSTATUS(status), "%s: exit status %d", what, WEXITSTATUS(status));
 }
 
 /* ---- the library's view ------------------------------------------------------------------------------------------ */

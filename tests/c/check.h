@@ -41,6 +41,7 @@ void figure(const char *name, double value);
 void violated(const char *reason, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* What must hold. Gives whether it does. */
 #define CHECK(reason, condition, ...) ((condition) ? true : (violated(reason, __VA_ARGS__), false))
+bool anything_violated(void);
 /* The result of a call that must succeed; ends the program where nothing can be tested without it. */
 #define MUST(call) must((call), #call, __FILE__, __LINE__)
 void must(int rc, const char *call, const char *file, int line);
@@ -65,6 +66,8 @@ bool all_zero(const void *p, size_t size);
 
 /* KiB of a line of /proc/self/status, e.g. "VmPin". */
 long status_kib(const char *line);
+/* Checks that just `bytes` are pinned; patient with kernels before 6.4, which unpin up to a second later. */
+void check_pinned(const char *when, size_t bytes);
 /* Mappings and open files of this process. */
 long count_mappings(void);
 long count_files(void);
@@ -74,8 +77,9 @@ size_t resident_pages(const void *base, size_t length);
 bool is_mapped(const void *address);
 /* `length` bytes of anonymous memory on 2 MiB. */
 void *map_aligned(size_t length, int protection);
-/* What `status` of waitpid() means, in words. */
-const char *describe_exit(int status);
+/* Forks and runs the function in the child, which ends with _exit(); checks that it violated nothing, did not crash and
+ * did not hang for a minute. */
+void in_child(const char *what, void (*run)(void));
 
 /* ---- the library's view ------------------------------------------------------------------------------------------ */
 

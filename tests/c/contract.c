@@ -133,7 +133,7 @@ static void *work(void *arg) {
         block *blocks = table[(me + phase) % WORKERS];
         int left = phase % 4 == 2 ? phase / 4 % ARENAS : -1;
         if (left >= 0) desert(blocks, left, &d);
-        for (long i = 0; i < ops / WORKERS / PHASES; i++) {
+        for (long i = 0; i < ops / WORKERS / PHASES + 1; i++) {
             block *b = &blocks[roll_below(&d, BLOCKS)];
             atomic_fetch_add_explicit(&calls, 1, memory_order_relaxed);
             if (!roll_below(&d, 4000)) CHECK("trim", !jemhooks_trim(arena[roll_below(&d, ARENAS)], NULL), "%s", jemhooks_last_error());

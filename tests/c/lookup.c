@@ -4,7 +4,6 @@
  * Concurrency: the cases `readers` and `crowd` run several threads; their shared state is atomic.                    */
 #include "check.h"
 
-#include <stdio.h>
 #include <sys/mman.h>
 
 #define HELD (16 * MIB)
@@ -61,11 +60,20 @@ static void addresses(void) {
 
 /* ---- regions inside regions -------------------------------------------------------------------------------------- */
 
+/* NULL where it may not be. */
+static jemhooks_arena *try_arena_in(char *base, size_t length) {
+    jemhooks_config config = JEMHOOKS_CONFIG_INIT;
+    jemhooks_arena *arena;
+    config.provider = fixed_range(base, length, false, false);
+    config.policy = JEMHOOKS_NONE;
+    int rc = jemhooks_arena_create(&config, &arena);
+    jemhooks_provider_close(config.provider);
+    CHECK("lookup", !rc || rc == -EEXIST, "a range was refused with %d: %s", rc, jemhooks_last_error());
+    return rc ? NULL : arena;
+}
+
 static jemhooks_arena *arena_in(char *base, size_t length) {
-    jemhooks_provider *provider = fixed_range(base, length, true, false);
-    jemhooks_arena *arena = arena_on(provider, NULL, 0);
-    jemhooks_provider_close(provider);
-    return arena;
+    return must_have(try_arena_in(base, length), "arena in a range");
 }
 
 static jemhooks_arena *owner_of(const void *p) {
@@ -95,79 +103,92 @@ static void nested_blocks(void) {
     CHECK("nested", !jemhooks_region_of(inner), "a destroyed region is still found");
 }
 
-/* Which arena, of those alive, should own page `page` of the memory? The last that was put there. */
-static jemhooks_arena *innermost(jemhooks_arena *const *arena, const size_t (*range)[2], int count, size_t page) {
-    jemhooks_arena *found = NULL;
-    for (int i = 0; i < count; i++)
-        if (arena[i] && page >= range[i][0] && page < range[i][1]) found = arena[i];
-    return found;
-}
-
-/* Nested ranges (in pages), made from the outermost in and destroyed in every order. */
-static void any_order(const char *what, char *base, const size_t (*range)[2], int count, size_t pages) {
-    int orders = 1;
-    for (int i = 2; i <= count; i++) orders *= i;
-    for (int order = 0; order < orders; order++) {
-        jemhooks_arena *arena[4];
-        for (int i = 0; i < count; i++) arena[i] = arena_in(base + range[i][0] * PAGE, (range[i][1] - range[i][0]) * PAGE);
-        int rest = order;
-        for (int left = count; left > 0; left--) {
-            int nth = rest % left, i = 0;
-            rest /= left;
-            while (!arena[i] || nth--) i++;
-            arena_end(arena[i]);
-            arena[i] = NULL;
-            for (size_t page = 0; page < pages; page++)
-                if (!CHECK("nested", owner_of(base + page * PAGE) == innermost(arena, range, count, page),
-                           "%s: in order %d, after destroying range %d, page %zu is not in its innermost region", what, order, i, page))
-                    break;
+/* A range that fills a block, which fills a range, and so on: all levels but the innermost are hidden wholly. */
+static void nested_whole(void) {
+    enum { LEVELS = 5 };
+    jemhooks_arena *level[LEVELS];
+    char *block[LEVELS], *base = map_aligned(HELD, PROT_READ | PROT_WRITE);
+    for (int round = 0; round < 3; round++) {
+        size_t length = round ? (size_t)8 << (12 + 4 * round) : PAGE; /* one page, some, and whole slots */
+        for (int i = 0; i < LEVELS; i++) {
+            level[i] = arena_in(i ? block[i - 1] : base, length);
+            block[i] = must_have(jemhooks_aligned_alloc(level[i], PAGE, length), "block that fills a range");
+            CHECK("nested", block[i] == base && owner_of(base) == level[i] && owner_of(base + length - 1) == level[i], "level %d is not "
+                  "found, at %p", i, (void *)block[i]);
         }
-        jemhooks_arena *again = arena_in(base, pages * PAGE);
-        arena_end(again);
+        for (int i = LEVELS - 1; i >= 0; i--) {
+            CHECK("nested", jemhooks_free(block[i]) == 0 && owner_of(base) == level[i], "level %d is not found", i);
+            arena_end(level[i]);
+            CHECK("nested", owner_of(base) == (i ? level[i - 1] : NULL), "level %d did not get its range back", i - 1);
+        }
     }
-}
-
-static void nested_orders(void) {
-    static const size_t three[][2] = {{0, 2048}, {100, 1500}, {600, 700}}, small[][2] = {{1, 40}, {2, 30}, {3, 20}, {4, 10}},
-                        same[][2] = {{0, 1024}, {0, 1024}, {0, 1024}}, covered[][2] = {{0, 64}, {8, 10}, {8, 9}, {9, 10}},
-                        slots[][2] = {{0, 2048}, {512, 1024}, {512, 1024}};
-    char *base = map_aligned(HELD, PROT_READ | PROT_WRITE);
-    any_order("three levels", base, three, 3, 2048);
-    puts("1");    any_order("four levels in one slot", base, small, 4, 48);
-puts("2");    any_order("whole slots", base, slots, 3, 2048);puts("3");
-    any_order("a range that two others cover", base, covered, 4, 64);
-    any_order("thrice the same range", base, same, 3, 1024);
     munmap(base, HELD);
 }
 
-/* 10,000 ranges of 64 KiB, 32 to a slot, some thousand at a time. */
+/* A region may lie wholly in one live block of another arena, or outside of it, but not in part or around it. */
+static void nested_refused(void) {
+    char *base = map_aligned(HELD, PROT_READ | PROT_WRITE);
+    jemhooks_arena *a = arena_in(base + 4 * MIB, 4 * MIB);
+    char *block = must_have(jemhooks_aligned_alloc(a, PAGE, MIB), "block");
+    const struct {
+        const char *what;
+        char *base;
+        size_t length;
+        bool allowed;
+    } range[] = {
+        {"around it", base, HELD, false},
+        {"its own range", base + 4 * MIB, 4 * MIB, false},
+        {"into it", base + 2 * MIB, 4 * MIB, false},
+        {"out of it", base + 6 * MIB, 4 * MIB, false},
+        {"into it by a page", base + 4 * MIB - PAGE, 2 * PAGE, false},
+        {"out of it by a page", base + 8 * MIB - PAGE, 2 * PAGE, false},
+        {"where no block lives", base + 7 * MIB, PAGE, false},
+        {"a block and more", block, MIB + 64 * PAGE, false},
+        {"before it", base, 4 * MIB, true},
+        {"behind it", base + 8 * MIB, 4 * MIB, true},
+        {"a block", block, MIB, true},
+        {"a page of a block", block + 5 * PAGE, PAGE, true},
+    };
+    for (size_t i = 0; i < sizeof range / sizeof range[0]; i++) {
+        jemhooks_arena *other = try_arena_in(range[i].base, range[i].length);
+        CHECK("overlap", !other == !range[i].allowed, "%s: an arena was %s", range[i].what, other ? "allowed" : "refused");
+        if (other) CHECK("overlap", owner_of(range[i].base) == other, "%s: it is not found", range[i].what);
+        if (other) arena_end(other);
+        for (size_t page = 0; page < HELD / PAGE; page++)
+            if (!CHECK("overlap", owner_of(base + page * PAGE) == (page >= 1024 && page < 2048 ? a : NULL), "%s: page %zu is in another "
+                       "region afterwards", range[i].what, page)) break;
+    }
+    MUST(jemhooks_free(block));
+    arena_end(a);
+    munmap(base, HELD);
+}
+
+/* Thousands of ranges of 64 KiB, 32 to a slot. */
 static void small_ranges(void) {
-    enum { RANGES = 10000, AT_A_TIME = 250 };
+    enum { MOST = 2500 };
+    static jemhooks_arena *arena[MOST];
     const size_t length = 64 * KIB;
-    static jemhooks_arena *arena[AT_A_TIME];
-    char *base = map_aligned(RANGES * length, PROT_NONE);
+    long ranges = option("ranges", 10000), at_a_time = option("at_a_time", 40);
+    at_a_time = at_a_time < MOST ? at_a_time : MOST;
+    char *base = map_aligned((size_t)ranges * length, PROT_NONE);
     dice d = {(uint64_t)option("seed", 1)};
-    for (int first = 0; first < RANGES; first += AT_A_TIME) {
-        for (int i = 0; i < AT_A_TIME; i++) {
-            jemhooks_provider *provider = fixed_range(base + (size_t)(first + i) * length, length, false, false);
-            arena[i] = arena_on(provider, NULL, 0);
-            jemhooks_provider_close(provider);
-        }
-        for (int i = 0; i < AT_A_TIME; i++) {
-            char *p = base + (size_t)(first + i) * length;
-            CHECK("small", owner_of(p) == arena[i] && owner_of(p + length - 1) == arena[i], "range %d is not found", first + i);
-        }
-        for (int left = AT_A_TIME; left > 0; left--) {
-            int i = (int)roll_below(&d, (size_t)left);
+    for (long first = 0; first < ranges; first += at_a_time) {
+        long n = ranges - first < at_a_time ? ranges - first : at_a_time;
+        char *p = base + (size_t)first * length;
+        for (long i = 0; i < n; i++) arena[i] = arena_in(p + (size_t)i * length, length);
+        for (long i = 0; i < n; i++, p += length)
+            CHECK("small", owner_of(p) == arena[i] && owner_of(p + length - 1) == arena[i], "range %ld is not found", first + i);
+        for (long left = n; left > 0; left--) {
+            size_t i = roll_below(&d, (size_t)left);
             arena_end(arena[i]);
             arena[i] = arena[left - 1];
         }
     }
     size_t found = 0;
-    for (size_t i = 0; i < RANGES * length / PAGE; i++) found += jemhooks_region_of(base + i * PAGE) != NULL;
+    for (size_t i = 0; i < (size_t)ranges * length / PAGE; i++) found += jemhooks_region_of(base + i * PAGE) != NULL;
     CHECK("small", !found, "%zu pages are in a region after all were destroyed", found);
-    figure("ranges", RANGES);
-    munmap(base, RANGES * length);
+    figure("ranges", (double)ranges);
+    munmap(base, (size_t)ranges * length);
 }
 
 /* ---- readers ----------------------------------------------------------------------------------------------------- */
@@ -227,28 +248,33 @@ static void *read_keys(void *arg) {
     return NULL;
 }
 
-/* Arenas come and go on the stage, at other places each time, and are registered and deregistered meanwhile. */
+/* Arenas come and go on the stage, at other places each time, one in a block of the other, and are registered and
+ * deregistered meanwhile. */
 static void *change_keys(void *arg) {
     dice d = {77 + (uint64_t)(uintptr_t)arg};
     jemhooks_registrar *registrar;
     char *mine = stage + (uintptr_t)arg * HELD / 2;
     MUST(jemhooks_registrar_create(&issuer, NULL, &registrar));
     for (long i = 0; i < option("rounds", 3000); i++) {
-        size_t at = roll_below(&d, 512) * PAGE;
-        jemhooks_provider *outer_range = fixed_range(mine + at, MIB + roll_below(&d, 5 * MIB), false, false);
-        jemhooks_provider *inner_range = fixed_range(mine + at + 16 * PAGE, 64 * PAGE, false, false);
-        jemhooks_arena *outer = arena_on(outer_range, &registrar, 1), *inner = arena_on(inner_range, &registrar, 1);
-        for (int times = 0; times < 4; times++) {
+        char *base = mine + roll_below(&d, 512) * PAGE;
+        jemhooks_provider *outer_range = fixed_range(base, MIB + roll_below(&d, 5 * MIB), false, false);
+        jemhooks_arena *outer = arena_on(outer_range, &registrar, 1);
+        for (int times = 0; times < 3; times++) {
             jemhooks_key k;
-            MUST(jemhooks_get_key(mine + at, &k));
-            MUST(jemhooks_get_key(mine + at + 20 * PAGE, &k));
-            MUST(jemhooks_trim(times % 2 ? outer : inner, NULL));
+            char *block = must_have(jemhooks_alloc(outer, 128 * PAGE), "block");
+            jemhooks_provider *inner_range = fixed_range(block, 64 * PAGE, false, false);
+            jemhooks_arena *inner = arena_on(inner_range, &registrar, 1);
+            MUST(jemhooks_get_key(block + 80 * PAGE, &k));
+            MUST(jemhooks_get_key(block + 20 * PAGE, &k));
+            MUST(jemhooks_trim(inner, NULL));
+            MUST(jemhooks_get_key(block + 20 * PAGE, &k));
+            arena_end(inner);
+            jemhooks_provider_close(inner_range);
+            MUST(jemhooks_free(block));
+            MUST(jemhooks_trim(outer, NULL));
         }
-        bool outer_first = roll_below(&d, 2);
-        arena_end(outer_first ? outer : inner);
-        arena_end(outer_first ? inner : outer);
+        arena_end(outer);
         jemhooks_provider_close(outer_range);
-        jemhooks_provider_close(inner_range);
     }
     jemhooks_registrar_close(registrar);
     return NULL;
@@ -273,28 +299,20 @@ static void readers(void) {
 
 /* ---- many threads, one slot -------------------------------------------------------------------------------------- */
 
-static atomic_int crowd_turn;
+static jemhooks_arena *crowded;
 
-/* Threads make and destroy ranges around and beside each other's, all in one slot. */
+/* Threads make and destroy ranges in blocks of one arena, side by side in its slots. */
 static void *crowd_one(void *arg) {
-    long me = (long)(intptr_t)arg;
-    for (long i = 0; i < option("rounds", 3000) / 3; i++) {
-        bool outermost = me == 0;
-        char *base = outermost ? stage : stage + (size_t)me * 64 * PAGE;
-        jemhooks_provider *provider = fixed_range(base, outermost ? SLOT : 32 * PAGE, false, false);
-        jemhooks_config config = JEMHOOKS_CONFIG_INIT;
-        jemhooks_arena *arena;
-        config.provider = provider;
-        config.policy = JEMHOOKS_NONE;
-        int rc = jemhooks_arena_create(&config, &arena);
-        /* around ranges that are there already it may not be made */
-        CHECK("crowd", !rc || (outermost && rc == -EEXIST), "a range of its own was refused: %s", jemhooks_last_error());
-        if (!rc) {
-            if (!outermost) CHECK("crowd", owner_of(base) == arena, "another region is found where this one is innermost");
-            arena_end(arena);
-            if (outermost) atomic_fetch_add(&crowd_turn, 1);
-        }
-        jemhooks_provider_close(provider);
+    dice d = {(uint64_t)(uintptr_t)arg};
+    for (long i = 0; i < option("rounds", 3000); i++) {
+        size_t pages = 1 + roll_below(&d, 40);
+        char *block = must_have(jemhooks_aligned_alloc(crowded, PAGE, pages * PAGE), "block");
+        jemhooks_arena *arena = try_arena_in(block, pages * PAGE);
+        if (!CHECK("crowd", arena, "a range in a block was refused: %s", jemhooks_last_error())) break;
+        CHECK("crowd", owner_of(block) == arena && owner_of(block + pages * PAGE - 1) == arena, "another region is found");
+        arena_end(arena);
+        CHECK("crowd", owner_of(block) == crowded && owner_of(block + pages * PAGE - 1) == crowded, "the outer region is not found");
+        MUST(jemhooks_free(block));
     }
     return NULL;
 }
@@ -303,22 +321,23 @@ static void crowd(void) {
     enum { THREADS = 4 };
     pthread_t thread[THREADS];
     stage = map_aligned(HELD, PROT_NONE);
+    crowded = arena_in(stage, 3 * SLOT);
     for (long i = 0; i < THREADS; i++) thread[i] = start_thread(crowd_one, (void *)(intptr_t)i);
     for (int i = 0; i < THREADS; i++) join_thread(thread[i]);
+    arena_end(crowded);
     for (size_t i = 0; i < HELD / PAGE; i++)
         if (!CHECK("crowd", !jemhooks_region_of(stage + i * PAGE), "page %zu is in a region after all were destroyed", i)) break;
-    jemhooks_arena *all = arena_in(stage, HELD);
-    CHECK("crowd", owner_of(stage) == all, "the range is not found");
-    arena_end(all);
-    figure("surrounded", (double)atomic_load(&crowd_turn));
+    crowded = arena_in(stage, HELD);
+    CHECK("crowd", owner_of(stage) == crowded, "the range is not found");
+    arena_end(crowded);
     munmap(stage, HELD);
 }
 
 int main(int argc, char **argv) {
     static const test_case cases[] = {{"addresses", addresses},         {"nested_blocks", nested_blocks},
-                                      {"nested_orders", nested_orders}, {"small_ranges", small_ranges},
-                                      {"readers", readers},             {"crowd", crowd},
-                                      {NULL, NULL}};
+                                      {"nested_whole", nested_whole},   {"nested_refused", nested_refused},
+                                      {"small_ranges", small_ranges},   {"readers", readers},
+                                      {"crowd", crowd},                 {NULL, NULL}};
     take_options(argc, argv);
     return run_cases(cases);
 }

@@ -15,6 +15,7 @@ static const char *const names[JH_CTL_COUNT] = {
     [JH_CTL_MUZZY_DECAY] = "arena.0.muzzy_decay_ms",
     [JH_CTL_OVERSIZE] = "arena.0.oversize_threshold",
     [JH_CTL_GROW_LIMIT] = "arena.0.retain_grow_limit",
+    [JH_CTL_NTHREADS] = "stats.arenas.0.nthreads",
     [JH_CTL_PACTIVE] = "stats.arenas.0.pactive",
     [JH_CTL_PDIRTY] = "stats.arenas.0.pdirty",
     [JH_CTL_PMUZZY] = "stats.arenas.0.pmuzzy",
@@ -59,7 +60,10 @@ static void load(void) {
     jh_jemalloc.retain = option("opt.retain");
     jh_jemalloc.metadata_outside = exists("experimental.arenas_create_ext");
     jh_jemalloc.bounds_growth = mibs[JH_CTL_GROW_LIMIT].depth;
-    jh_jemalloc.touches = junk() || option("opt.zero");
+    ssize_t uaf = -1; /* from 5.3 on, freed blocks may be filled to detect their use */
+    size = sizeof uaf;
+    if (je_mallctl("opt.lg_san_uaf_align", &uaf, &size, NULL, 0)) uaf = -1;
+    jh_jemalloc.touches = junk() || option("opt.zero") || uaf >= 0;
 }
 
 int jh_ctl_load(void) {

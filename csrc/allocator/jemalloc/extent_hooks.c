@@ -18,6 +18,13 @@ static bool frozen(jh_extent_hooks *hooks) {
     return jh_frozen(shard_of(hooks)->space->rails.epoch);
 }
 
+/* The heap's own region there, even where another arena lives in a block of it. */
+static jh_region *region_of(jh_extent_hooks *hooks, const void *addr) {
+    jh_region *r = jh_region_at(addr);
+    while (r && r->space != shard_of(hooks)->space) r = r->outer;
+    return r;
+}
+
 /* jemalloc 5.0 to 5.2 keep an arena's metadata in hook memory; a remote write must not reach it, so it gets pages that
  * no region knows. */
 static void *metadata(size_t size, size_t alignment) {
@@ -36,8 +43,7 @@ static void *hook_alloc(jh_extent_hooks *hooks, void *new_addr, size_t size, siz
     if (frozen(hooks)) return NULL;
     /* Both set means metadata there: extents are asked for uncommitted. */
     if (!jh_jemalloc.metadata_outside && *zero && *commit && !JH_FAULT(metadata_inside)) return metadata(size, alignment);
-    size_t bound = atomic_load_explicit(&shard->bound, memory_order_relaxed);
-    if (bound && size > bound) return NULL;
+    if (size > atomic_load_explicit(&shard->bound, memory_order_relaxed)) return NULL;
     return new_addr ? jh_space_carve_at(shard->space, new_addr, size, zero, commit)
                     : jh_space_carve(shard->space, size, alignment, zero, commit);
 }
@@ -47,28 +53,28 @@ static void *hook_alloc(jh_extent_hooks *hooks, void *new_addr, size_t size, siz
 static bool hook_dalloc(jh_extent_hooks *hooks, void *addr, size_t size, bool committed, unsigned arena) {
     (void)committed, (void)arena;
     if (frozen(hooks)) return true;
-    if (jh_region_at(addr)) return !JH_FAULT(dalloc_accepts);
-    return munmap(addr, size) != 0; /* metadata */
+    if (jh_jemalloc.metadata_outside || jh_region_at(addr)) return !JH_FAULT(dalloc_accepts);
+    munmap(addr, size); /* metadata; if that fails it leaks, since jemalloc would go on to decommit it */
+    return false;
 }
 
-/* arena.<i>.destroy tells of each extent; the regions themselves go when it has returned. */
+/* arena.<i>.destroy tells of each extent; the regions themselves go when it has returned. Without this hook jemalloc would
+ * unmap. */
 static void hook_destroy(jh_extent_hooks *hooks, void *addr, size_t size, bool committed, unsigned arena) {
-    (void)hooks, (void)committed, (void)arena;
-    jh_region *r = jh_region_at(addr);
-    if (r) atomic_fetch_add_explicit(&r->destroyed, size, memory_order_relaxed);
+    (void)hooks, (void)addr, (void)size, (void)committed, (void)arena;
 }
 
 static bool hook_commit(jh_extent_hooks *hooks, void *addr, size_t size, size_t offset, size_t length, unsigned arena) {
     (void)size, (void)arena;
     if (JH_FAULT(commit_fails)) return true;
-    if (!frozen(hooks)) jh_region_commit(jh_region_at(addr), (char *)addr + offset, length);
+    if (!frozen(hooks)) jh_region_commit(region_of(hooks, addr), (char *)addr + offset, length);
     return false;
 }
 
 static bool hook_decommit(jh_extent_hooks *hooks, void *addr, size_t size, size_t offset, size_t length, unsigned arena) {
     (void)size, (void)arena;
     if (frozen(hooks) || JH_FAULT(decommit_refused)) return true;
-    jh_region_decommit(jh_region_at(addr), (char *)addr + offset, length);
+    jh_region_decommit(region_of(hooks, addr), (char *)addr + offset, length);
     return false;
 }
 
@@ -90,7 +96,7 @@ static bool hook_merge(jh_extent_hooks *hooks, void *addr_a, size_t size_a, void
                        unsigned arena) {
     (void)size_a, (void)size_b, (void)committed, (void)arena;
     if (frozen(hooks)) return true;
-    return jh_region_at(addr_a) != jh_region_at(addr_b) && !JH_FAULT(merge_across);
+    return region_of(hooks, addr_a) != region_of(hooks, addr_b) && !JH_FAULT(merge_across);
 }
 
 const jh_extent_hooks jh_extent_hooks_5 = {

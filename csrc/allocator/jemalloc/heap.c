@@ -13,9 +13,8 @@ int jh_heap_prepare(jh_space *space) {
     int rc = jh_ctl_load();
     if (rc) return rc;
     if (!space->provider->host_accessible && jh_jemalloc.touches)
-        return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOTSUP, "arena '%s': jemalloc's options junk or zero write to all memory, and the "
-                       "host cannot touch this; remove them from MALLOC_CONF", space->rails.name);
-    space->shared = !jh_jemalloc.retain;
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOTSUP, "arena '%s': jemalloc's options junk, zero or lg_san_uaf_align write to all "
+                       "memory, and the host cannot touch this; remove them from MALLOC_CONF", space->rails.name);
     return 0;
 }
 
@@ -30,27 +29,41 @@ static int create_arena(jh_shard *shard) {
     return je_mallctl("arenas.create", &shard->index, &size, &ext.hooks, sizeof ext.hooks);
 }
 
+/* Sets a control of the shard's arena; a jemalloc that lacks it is as good. 0 or an error, recorded. */
+static int set(const jh_shard *shard, enum jh_ctl ctl, const char *what, int64_t value) {
+    int rc = jh_ctl_arena(ctl, shard->index, NULL, NULL, &value, sizeof value); /* all are size_t or ssize_t */
+    if (!rc || rc == -ENOENT) return 0;
+    return jh_fail(JEMHOOKS_ERROR_CONFIG, -rc, "arena '%s': jemalloc does not take %lld as %s: %s", shard->space->rails.name,
+                   (long long)value, what, strerror(-rc));
+}
+
 static int start_shard(jh_shard *shard, jh_space *space, const jemhooks_config *config) {
     shard->hooks = jh_extent_hooks_5;
     shard->space = space;
-    atomic_init(&shard->bound, jh_jemalloc.bounds_growth ? 0 : config->region_max);
+    atomic_init(&shard->bound, jh_jemalloc.bounds_growth ? SIZE_MAX : config->region_max);
     int rc = create_arena(shard);
     if (rc)
         return jh_fail(JEMHOOKS_ERROR_MEMORY, rc, "arena '%s': jemalloc cannot make another arena: %s; it has at most 4,095",
                        space->rails.name, strerror(rc));
-    size_t never = NEVER, limit = config->region_max;
-    ssize_t dirty = config->dirty_decay_ms, muzzy = config->muzzy_decay_ms;
-    if (!JH_FAULT(oversize_default)) jh_ctl_arena(JH_CTL_OVERSIZE, shard->index, NULL, NULL, &never, sizeof never);
-    if (!JH_FAULT(growth_unlimited)) jh_ctl_arena(JH_CTL_GROW_LIMIT, shard->index, NULL, NULL, &limit, sizeof limit);
-    if (dirty != JEMHOOKS_DECAY_DEFAULT) jh_ctl_arena(JH_CTL_DIRTY_DECAY, shard->index, NULL, NULL, &dirty, sizeof dirty);
-    if (muzzy != JEMHOOKS_DECAY_DEFAULT) jh_ctl_arena(JH_CTL_MUZZY_DECAY, shard->index, NULL, NULL, &muzzy, sizeof muzzy);
-    return 0;
+    if (!JH_FAULT(oversize_default)) rc = set(shard, JH_CTL_OVERSIZE, "oversize_threshold", NEVER);
+    if (!rc && !JH_FAULT(growth_unlimited)) rc = set(shard, JH_CTL_GROW_LIMIT, "retain_grow_limit", (int64_t)config->region_max);
+    if (!rc && config->dirty_decay_ms != JEMHOOKS_DECAY_DEFAULT)
+        rc = set(shard, JH_CTL_DIRTY_DECAY, "dirty_decay_ms", config->dirty_decay_ms);
+    if (!rc && config->muzzy_decay_ms != JEMHOOKS_DECAY_DEFAULT)
+        rc = set(shard, JH_CTL_MUZZY_DECAY, "muzzy_decay_ms", config->muzzy_decay_ms);
+    if (rc) jh_ctl_arena(JH_CTL_DESTROY, shard->index, NULL, NULL, NULL, 0);
+    return rc;
 }
 
-static void end_shards(jh_heap *heap) {
-    for (unsigned i = 0; i < heap->shards; i++) jh_ctl_arena(JH_CTL_DESTROY, heap->shard[i].index, NULL, NULL, NULL, 0);
+/* Destroys the jemalloc arenas. -EIO: jemalloc refused one, whose hooks must live on: the heap is then not freed. */
+static int end_shards(jh_heap *heap) {
+    int rc = 0;
+    for (unsigned i = 0; i < heap->shards; i++)
+        if (jh_ctl_arena(JH_CTL_DESTROY, heap->shard[i].index, NULL, NULL, NULL, 0)) rc = -EIO;
+    if (rc) return rc;
     jh_tcache_leave(heap);
     free(heap);
+    return 0;
 }
 
 int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **heap) {
@@ -83,31 +96,52 @@ static size_t page_size(void) {
     return page;
 }
 
-int jh_heap_destroy(jh_heap *heap, uint64_t *active) {
+/* Threads that the user bound to one of the heap's arenas by thread.arena; jemalloc does not destroy it under them. */
+static unsigned bound_threads(jh_heap *heap) {
+    unsigned sum_of = 0;
+    for (unsigned i = 0; i < heap->shards; i++) {
+        unsigned n = 0;
+        size_t size = sizeof n;
+        if (!jh_ctl_arena(JH_CTL_NTHREADS, heap->shard[i].index, &n, &size, NULL, 0)) sum_of += n;
+    }
+    return sum_of;
+}
+
+int jh_heap_destroy(jh_heap *heap) {
+    const char *name = heap->space->rails.name;
     jh_tcache_end_all(heap);
     jh_ctl_epoch();
-    *active = sum(heap, JH_CTL_PACTIVE) * page_size();
-    if (*active) return -EBUSY;
-    end_shards(heap);
+    size_t active = sum(heap, JH_CTL_PACTIVE) * page_size();
+    if (active)
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': blocks in %zu bytes of pages are still allocated; free them "
+                       "before destroying it", name, active);
+    unsigned threads = bound_threads(heap);
+    if (threads)
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': %u threads are bound to it by jemalloc's thread.arena; bind them "
+                       "to another arena before destroying it", name, threads);
+    if (end_shards(heap))
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EIO, "arena '%s': jemalloc refused to destroy it; its memory stays mapped for good",
+                       name);
     return 0;
 }
 
-/* jemalloc without a growth limit of its own must still get extents for blocks larger than region_max. */
-static void raise_bound(jh_heap *heap, size_t size, size_t alignment) {
-    size_t need = size + alignment + ((size_t)64 << 10); /* room for size-class rounding and cache-index padding */
-    need += size / 4;
-    for (unsigned i = 0; i < heap->shards; i++) {
-        size_t bound = atomic_load(&heap->shard[i].bound);
-        while (bound && bound < need && !atomic_compare_exchange_weak(&heap->shard[i].bound, &bound, need)) {}
-    }
+/* A jemalloc without a growth limit of its own is refused extents beyond region_max, which it then asks for exactly; while
+ * a block that large is being allocated they must pass. */
+static void *alloc_large(jh_heap *heap, size_t size, int flags) {
+    atomic_fetch_add(&heap->large, 1);
+    for (unsigned i = 0; i < heap->shards; i++) atomic_store(&heap->shard[i].bound, SIZE_MAX);
+    void *p = je_mallocx(size, flags);
+    if (atomic_fetch_sub(&heap->large, 1) == 1)
+        for (unsigned i = 0; i < heap->shards; i++) atomic_store(&heap->shard[i].bound, heap->space->region_max);
+    return p;
 }
 
 void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jemhooks_region **region) {
     int flags = jh_tcache_flags(heap) | MALLOCX_LG_ALIGN(__builtin_ctzl(alignment));
     /* Before 5.3 jemalloc clears by MADV_DONTNEED, past every hook. */
     if (zero && jh_jemalloc.metadata_outside) flags |= MALLOCX_ZERO;
-    if (!jh_jemalloc.bounds_growth && size > (size_t)1 << 20) raise_bound(heap, size, alignment);
-    void *p = je_mallocx(size, flags);
+    bool large = !jh_jemalloc.bounds_growth && size + alignment > heap->space->region_max / 2;
+    void *p = large ? alloc_large(heap, size, flags) : je_mallocx(size, flags);
     if (!p) return NULL;
     *region = jemhooks_region_of(p);
     if (!*region || (*region)->arena != heap->space->arena) { /* late in a thread's exit jemalloc answers from arena 0 */

@@ -19,6 +19,7 @@ enum jh_ctl {
     JH_CTL_MUZZY_DECAY,
     JH_CTL_OVERSIZE,   /* 5.3 and later */
     JH_CTL_GROW_LIMIT, /* 5.1 and later */
+    JH_CTL_NTHREADS,
     JH_CTL_PACTIVE,
     JH_CTL_PDIRTY,
     JH_CTL_PMUZZY,
@@ -33,7 +34,7 @@ typedef struct jh_features {
     bool retain;            /* opt.retain: jemalloc keeps address space and asks in growing steps            */
     bool metadata_outside;  /* arenas can keep their own metadata out of hook memory (5.3 and later)         */
     bool bounds_growth;     /* retain_grow_limit exists                                                      */
-    bool touches;           /* opt.junk or opt.zero: jemalloc writes to what it hands out                    */
+    bool touches;           /* opt.junk, opt.zero or the like: jemalloc writes to what it hands out          */
 } jh_features;
 extern jh_features jh_jemalloc;
 
@@ -41,7 +42,7 @@ extern jh_features jh_jemalloc;
 int jh_ctl_load(void);
 /* mallctl on arena `index`: 0 or -errno; -ENOENT where this jemalloc lacks the control. */
 int jh_ctl_arena(enum jh_ctl ctl, unsigned index, void *old, size_t *old_size, void *new, size_t new_size);
-/* A size_t statistic of arena `index`, as of the last jh_ctl_epoch(); 0 where it is lacking. */
+/* A numerical statistic of arena `index`, as of the last jh_ctl_epoch(); 0 where it is lacking. */
 size_t jh_ctl_stat(enum jh_ctl ctl, unsigned index);
 void jh_ctl_epoch(void);
 
@@ -65,7 +66,7 @@ typedef struct jh_shard {
     jh_extent_hooks hooks; /* first: a hook finds its shard by it */
     jh_space *space;
     unsigned index;
-    atomic_size_t bound;   /* larger extents are refused (jemalloc then asks for the exact size); 0: jemalloc bounds itself */
+    atomic_size_t bound;   /* larger extents are refused; jemalloc then asks for the exact size. SIZE_MAX if it bounds itself */
 } jh_shard;
 
 extern const jh_extent_hooks jh_extent_hooks_5;
@@ -81,6 +82,7 @@ struct jh_heap {
     unsigned shards;
     atomic_uint turn;      /* which shard the next thread gets   */
     jh_tcache *caches;     /* guarded by tcache.c's lock         */
+    atomic_uint large;     /* allocations under way that may need an extent beyond the bound */
     jh_shard shard[];
 };
 
