@@ -280,13 +280,16 @@ size_t jh_space_committed(const jh_space *s) {
 
 /* ---- for hooks ------------------------------------------------------------------------------------------------- */
 
-/* The length of a region that is to hold an extent of `size` bytes. jemalloc's own growing steps are regions as they are.
- * Smaller exact extents come with opt.retain off, and on any jemalloc once a step was refused: they share regions. */
-static size_t new_length(jh_space *s, size_t size) {
-    if (size >= s->growth) return size;
-    size_t length = s->growth;
-    s->growth = length * 2 < s->region_max ? length * 2 : s->region_max;
-    return length;
+/* A new region for an extent of `size` bytes. jemalloc's own growing steps are regions as they are. Smaller exact extents
+ * come with opt.retain off, and on any jemalloc once a step was refused: they share regions, unless memory is short. */
+static jh_region *region_for(jh_space *s, size_t size, size_t alignment) {
+    if (alignment < JH_SLOT) alignment = JH_SLOT;
+    if (size < s->growth) {
+        jh_region *r = region_open(s, s->growth, alignment);
+        if (r) s->growth = s->growth * 2 < s->region_max ? s->growth * 2 : s->region_max;
+        if (r) return r;
+    }
+    return region_open(s, size, alignment);
 }
 
 /* Hands out [at, at + size) of r, which the caller has just carved. */
@@ -320,7 +323,7 @@ void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, boo
     while ((r = *link) && !fits(r, size, alignment, &at))
         if (r->registration.hot->length - r->carved < CRUMB) *link = r->next_open;
         else link = &r->next_open;
-    if (!r && (r = region_open(s, new_length(s, size), alignment > JH_SLOT ? alignment : JH_SLOT))) {
+    if (!r && (r = region_for(s, size, alignment))) {
         at = 0;
         link = &s->open; /* a new region is its first */
     }

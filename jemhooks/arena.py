@@ -17,7 +17,7 @@ from .access import Access, access_flags
 from .arrays import Arrays
 from .block import Block
 from .errors import ClosedError, ConfigError
-from .lifetime import by_address, drain, owners
+from .lifetime import by_address, drain
 from .providers import Provider
 from .registrars.base import Registrar
 from .sizes import LIMIT, ranged, size, text
@@ -33,8 +33,9 @@ _STATS = ("regions", "mapped", "committed", "registered", "registered_peak", "re
 _BLOCK_STATS = ("current_bytes", "current_count", "peak_bytes", "peak_count", "total_bytes", "total_count")
 
 Stats = NamedTuple("Stats", [(n, int) for n in _BLOCK_STATS + _STATS])  # type: ignore[misc]
-Stats.__doc__ = """An arena's account: of its blocks, in bytes as jemalloc rounds them and in numbers; then of its regions (all in bytes
-but regions, registrations, deregistrations and registration_failures)."""
+Stats.__doc__ = """An arena's account: its blocks, in bytes as jemalloc rounds them and in numbers; then its regions.
+
+All in bytes but regions, registrations, deregistrations and registration_failures."""
 
 
 def _registrars(name: str, given: Registrar | Iterable[Registrar]) -> tuple[Registrar, ...]:
@@ -113,14 +114,10 @@ class Arena(Arrays):
         with ExitStack() as stack:
             rails = ffi.new("jemhooks_registrar *[]", [stack.enter_context(r._native()) for r in self.registrars])
             config.registrars = rails
-            # In a finaliser no Python registrar may be called, nor a failure be seen that strands the provider's memory.
-            deferred = any(r.in_python for r in self.registrars) or (
-                provider is not None and provider.owner is not None
-            )
-            check(lib.jh_face_open(config, deferred, out))
+            owner = None if provider is None else provider.owner
+            in_python = any(r.in_python for r in self.registrars)
+            check(lib.jh_face_open(config, in_python, 0 if owner is None else id(owner), out))
         self._face = out[0]
-        if deferred:
-            owners[int(ffi.cast("uintptr_t", self._face))] = provider
         self._address = int(ffi.cast("uintptr_t", lib.jh_face_arena(self._face)))
         self._host_accessible = provider is None or provider.host_accessible
         self._closed = False
@@ -138,6 +135,7 @@ class Arena(Arrays):
             return
         self._closed = True
         if self._pid == os.getpid() and lib.jh_face_close(self._face):
+            by_address.pop(self._address, None)
             lib.jh_face_defer(self._face)
             drain()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import weakref
 from typing import Protocol
@@ -19,9 +20,6 @@ class Closable(Protocol):
 
 by_address: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()  # C arena -> Arena
 
-#: What the memory of an arena that is destroyed below belongs to: it goes with the arena, or never.
-owners: dict[int, object] = {}  # jh_face -> Provider
-
 
 def drain() -> None:
     """Destroy the arenas that wait for it: closed and unused, and some must not be destroyed in a finaliser.
@@ -32,11 +30,9 @@ def drain() -> None:
         face = lib.jh_face_next()
         if face == ffi.NULL:
             return
-        number = int(ffi.cast("uintptr_t", face))
         rc = lib.jh_face_finish(face)
-        if rc < 0:
-            raise error(rc)  # the memory may still be registered: its owner stays
-        owners.pop(number, None)
+        if rc < 0 and rc != -errno.ECHILD:  # the parent's: it goes with this process
+            raise error(rc)
 
 
 def _at_exit() -> None:
@@ -45,11 +41,5 @@ def _at_exit() -> None:
     drain()
 
 
-def _after_fork() -> None:
-    """The parent's arenas are frozen here and must not be destroyed."""
-    by_address.clear()
-    lib.jh_face_forget()
-
-
 atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=lib.jh_face_forget)  # the parent's arenas are frozen here

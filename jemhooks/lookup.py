@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import os
 import struct
 import warnings
 from types import TracebackType
@@ -14,9 +15,10 @@ import numpy.typing as npt
 
 from ._native import check, error, ffi, lib
 from .arena import Arena
-from .errors import ClosedError, ConfigError, NotOursError
+from .errors import ClosedError, ConfigError, ForkError, NotOursError
 from .lifetime import by_address, drain
 from .memory import span
+from .registrars.base import Registrar
 from .sizes import ranged
 
 KEY_DTYPE = np.dtype([(n, "u8") for n in ("addr", "length", "lkey", "rkey", "generation")])
@@ -154,7 +156,9 @@ def region(obj: Any) -> Region:
     _look(address, info, user, owner)
     arena = by_address.get(owner[0])
     if not isinstance(arena, Arena):
-        raise NotOursError(f"region: address {address:#x} lies in an arena not made here (but in C, or before a fork)")
+        raise NotOursError(f"region: address {address:#x} lies in an arena that was not made in Python")
+    if arena._pid != os.getpid():
+        raise ForkError(f"region: arena '{arena.name}' was made before the fork and is frozen in this process")
     if lib.jh_face_enter(arena._face, True):
         raise ClosedError(f"region: arena '{arena.name}' is closed")
     keeper = ffi.gc(ffi.gc(ffi.cast("char *", user[0]), lib.jh_face_leave_region), arena._keeper())
@@ -163,6 +167,18 @@ def region(obj: Any) -> Region:
     if owner[0] != arena._address or int(ffi.cast("uintptr_t", keeper)) != user[0]:
         raise ClosedError(f"region: the arena at address {address:#x} is closed")
     return Region(info, keeper, arena)
+
+
+def rail_key(obj: Any, registrar: Registrar) -> tuple[Region, Key]:
+    """The region of an object's memory and its key with this registrar.
+
+    :raises ConfigError: it is not one of the arena's. Else raises as :func:`key` and :func:`region` do.
+    """
+    home = region(obj)
+    for rail, other in enumerate(home.arena.registrars):
+        if other is registrar:
+            return home, key(obj, rail)
+    raise ConfigError(f"the memory of arena '{home.arena.name}' is not registered with {registrar!r}")
 
 
 def _look(address: int, info: Any, user: Any, owner: Any) -> None:
@@ -179,7 +195,7 @@ class Lease:
     """
 
     def __init__(self, address: int, key: Key, *kept: Any) -> None:
-        self.key, self._address, self._kept = key, address, kept
+        self.key, self._address, self._kept, self._pid = key, address, kept, os.getpid()
 
     def _end(self) -> bool:
         """Release, if nobody has; of several threads one does."""
@@ -205,7 +221,7 @@ class Lease:
         self._end()
 
     def __del__(self) -> None:
-        if "_kept" in self.__dict__:
+        if "_kept" in self.__dict__ and self._pid == os.getpid():  # the parent's is not ours to end
             try:
                 message = f"the lease on {self._address:#x} was not released; use it in a with statement"
                 warnings.warn(message, ResourceWarning, stacklevel=2, source=self)

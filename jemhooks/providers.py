@@ -6,7 +6,7 @@ from typing import Any, SupportsIndex
 
 from ._native import check, ffi, lib
 from .errors import ConfigError
-from .memory import span
+from .memory import hold, span
 from .sizes import size
 
 
@@ -76,5 +76,5 @@ class Fixed(Provider):
         config.zeroed = zeroed
         out = ffi.new("jemhooks_provider **")
         check(lib.jemhooks_provider_fixed(config, out))
-        super().__init__(out[0], memory)
+        super().__init__(out[0], hold(memory))
         self.host_accessible = host_accessible

@@ -7,11 +7,15 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 import jemhooks as jh
+
+if TYPE_CHECKING:
+    from conftest import Python
 
 pytestmark = pytest.mark.null
 
@@ -190,24 +194,40 @@ def test_close_from_many_threads_at_once(null: jh.Null) -> None:
             assert null.stats().live == 0
 
 
-def test_registrar_closed_in_the_middle() -> None:
-    for _ in range(10):
-        null = jh.Null()
-
-        def work(i: int, null: jh.Null = null) -> None:
-            if i == 0:
-                null.close()
-                return
+def test_registrar_closed_in_the_middle(python: Python, soak: int) -> None:
+    """In a child, where freed memory of C's is overwritten at once: so its use shows."""
+    python.check(
+        f"""
+        import sys, threading
+        import jemhooks as jh
+        sys.setswitchinterval(1e-6)
+        failures = []
+        def work(i, null, begin):
+            begin.wait(20)
             try:
-                for _ in range(50):
+                if i == 0:
+                    null.close()
+                    return
+                for _ in range(30):
+                    null.stats()
                     with jh.Arena(null) as arena:
                         jh.key(arena.zeros(10))
-                        null.stats()
             except jh.ClosedError:
                 pass
-
-        raised = together(4, work)
-        assert not raised, raised
+            except BaseException as e:
+                failures.append(e)
+        for _ in range({60 * soak}):
+            null, begin = jh.Null(), threading.Barrier(4)
+            threads = [threading.Thread(target=work, args=(i, null, begin)) for i in range(4)]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join(20)
+        assert not failures, failures
+        """,
+        variables={"MALLOC_PERTURB_": "170"},
+        timeout=120,
+    )
 
 
 def test_errors_are_per_thread(null: jh.Null) -> None:

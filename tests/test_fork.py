@@ -230,7 +230,7 @@ def test_fork_while_threads_allocate(python: Python, soak: int) -> None:
             if i == 0:
                 arena.trim()
 
-    threads = [threading.Thread(target=busy, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=busy, args=(i,), daemon=True) for i in range(4)]
     for t in threads:
         t.start()
     kept = arena.full(100, 4.0)

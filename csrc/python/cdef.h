@@ -71,7 +71,7 @@ typedef struct jh_face jh_face;
 typedef struct {
     uint64_t current_bytes, current_count, peak_bytes, peak_count, total_bytes, total_count;
 } jh_face_stats;
-int jh_face_open(jemhooks_config *config, int deferred, jh_face **face);
+int jh_face_open(jemhooks_config *config, int deferred, uintptr_t owner, jh_face **face);
 int jh_face_close(jh_face *face);
 int jh_face_enter(jh_face *face, int hold);
 void jh_face_leave(jh_face *face);

@@ -1,6 +1,8 @@
 /* face.c - arenas that count their users, for the Python package.
  * Concurrency: one atomic word holds the count and whether the arena is closed, so that exactly one user sees both end;
- * no other state is shared. Runs without the GIL.                                                                   */
+ * no other state is shared. Runs without the GIL, but where it says otherwise.                                                                  */
+#include <Python.h>
+
 #include "face.h"
 
 #include <stdatomic.h>
@@ -15,6 +17,7 @@
 struct jh_face {
     jemhooks_arena *arena;
     bool deferred;
+    PyObject *owner;       /* of the memory; may be NULL */
     _Atomic int64_t users; /* a count and the three bits */
     jh_face *next;         /* in the queue               */
     atomic_ullong current_bytes, current_count, peak_bytes, peak_count, total_bytes, total_count;
@@ -22,15 +25,29 @@ struct jh_face {
 
 static _Atomic(jh_face *) queue; /* taken whole, so that a plain stack will do */
 
-int jh_face_open(jemhooks_config *config, int deferred, jh_face **face) {
+/* One more or one less reference to the owner; from threads that do not hold the GIL. */
+static void keep_owner(PyObject *owner, bool keep) {
+    if (!owner) return;
+    PyGILState_STATE gil = PyGILState_Ensure();
+    if (keep) Py_IncRef(owner);
+    else Py_DecRef(owner);
+    PyGILState_Release(gil);
+}
+
+int jh_face_open(jemhooks_config *config, int deferred, uintptr_t owner, jh_face **face) {
     jh_face *f = calloc(1, sizeof *f);
     if (!f) return -ENOMEM;
     f->deferred = deferred;
+    f->owner = (PyObject *)owner;
     config->user = f;
     int rc = jemhooks_arena_create(config, &f->arena);
-    if (rc) free(f);
-    else *face = f;
-    return rc;
+    if (rc) {
+        free(f);
+        return rc;
+    }
+    keep_owner(f->owner, true);
+    *face = f;
+    return 0;
 }
 
 int jh_face_close(jh_face *f) {
@@ -60,6 +77,7 @@ void jh_face_leave(jh_face *f) {
 
 int jh_face_finish(jh_face *f) {
     int rc = jemhooks_arena_destroy(f->arena);
+    if (!rc) keep_owner(f->owner, false);
     if (rc != -EBUSY && rc != -ECHILD && atomic_fetch_or(&f->users, FINISHED) & RELEASED) free(f);
     return rc;
 }

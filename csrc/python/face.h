@@ -14,8 +14,9 @@ typedef struct jh_face_stats {
 } jh_face_stats;
 
 /* 0 with *face, or the error of jemhooks_arena_create(). `deferred`: the arena must not be destroyed in a finaliser, since
- * its registrars are Python's; it is queued for jh_face_next(). */
-int jh_face_open(jemhooks_config *config, int deferred, jh_face **face);
+ * its registrars are Python's; it is queued for jh_face_next(). `owner`: the id of the object whose memory it is, or 0; it is
+ * kept until the arena is gone, and for good if a region is stranded. */
+int jh_face_open(jemhooks_config *config, int deferred, uintptr_t owner, jh_face **face);
 /* No more uses. 1: it had none, so the caller destroys it, by jh_face_finish(). */
 int jh_face_close(jh_face *face);
 /* A use: 0, or -ESHUTDOWN if the arena is closed; with `hold`, only if it is closed and no one else uses it. */

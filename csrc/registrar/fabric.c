@@ -286,12 +286,12 @@ static int open_objects(fabric_registrar *f, const char **call) {
     return fi_enable(f->ep);
 }
 
-static int open_endpoint(fabric_registrar *f) {
+static int open_endpoint(fabric_registrar *f, const char *node) {
     const char *call;
     int result = open_objects(f, &call);
     if (!result) return endpoint_open(f, f->max_outstanding);
-    fabric_host->set_error("opening registrar fabric: %s with provider %s: %s", call, f->info->fabric_attr->prov_name,
-                           fi_strerror(-result));
+    fabric_host->set_error("opening registrar fabric: %s with provider %s, node %s: %s; the node must be an address of this "
+                           "host", call, f->info->fabric_attr->prov_name, node && *node ? node : "any", fi_strerror(-result));
     return fabric_errno(result);
 }
 
@@ -317,7 +317,7 @@ int jemhooks_registrar_module(const jemhooks_host *host, const void *config, con
     result = find_provider(f, &ours);
     if (!result) {
         start_keys(f);
-        result = open_endpoint(f);
+        result = open_endpoint(f, ours.node);
     }
     if (result) {
         fabric_close(f);

@@ -24,9 +24,11 @@
 #define NAP_WITH_FD 5000000
 #define NAP_WITHOUT_FD 50000
 
-/* After a failed transfer nothing is posted for this long: a provider that drops its connection for it (tcp) notices
- * only when polled for a while, and until then fails everything posted to that peer. ns. */
+/* A provider that drops its connection for a failed transfer (tcp) notices only when polled for a while, and until then
+ * fails everything posted to that peer, unsent. So after a failure nothing is posted for SETTLING, and what was not sent
+ * is tried again for RECONNECTING. ns. */
 #define SETTLING 30000000
+#define RECONNECTING 2000000000
 
 enum state { FREE, READY, FLYING, DONE };
 
@@ -48,6 +50,7 @@ typedef struct operation {
     bool forgotten;
     piece piece;                /* the one that is ready or flying                                          */
     size_t left, length;        /* bytes: not done yet, this piece included; in all                         */
+    int64_t give_up;            /* when to stop trying to reach its peer; 0: it was reached                 */
     int error;                  /* how it ended: 0 or -errno, then with a text                              */
     char text[160];
 } operation;
@@ -111,6 +114,16 @@ static void make_ready(endpoint *e, operation *o) {
     else enqueue(&e->ready, o);
 }
 
+/* Not sent since there is no connection: is it to be tried again? */
+static bool try_again(endpoint *e, operation *o, ssize_t error) {
+    if (error != FI_ENOTCONN) return false;
+    e->settled = now() + SETTLING;
+    if (!o->give_up) o->give_up = now() + RECONNECTING;
+    if (now() > o->give_up) return false;
+    make_ready(e, o);
+    return true;
+}
+
 static operation *find_ticket(endpoint *e, uint64_t ticket) {
     uint32_t place = (uint32_t)ticket;
     operation *o = place < e->count ? &e->operations[place] : NULL;
@@ -135,6 +148,7 @@ static void cut_piece(endpoint *e, operation *o) {
 
 static void piece_done(endpoint *e, operation *o) {
     o->left -= o->piece.length;
+    o->give_up = 0;
     cut_piece(e, o);
     if (o->left) make_ready(e, o);
     else finish(e, o, 0);
@@ -166,7 +180,7 @@ static void post_ready(endpoint *e) {
         ssize_t result = post(e->fabric, &p, &o->context);
         pthread_mutex_lock(&e->lock);
         if (result == -FI_EAGAIN) make_ready(e, o);
-        else if (result) {
+        else if (result && !try_again(e, o, -result)) {
             snprintf(o->text, sizeof o->text, "not accepted: %s", fi_strerror((int)-result));
             finish(e, o, fabric_errno(result));
         }
@@ -183,7 +197,7 @@ static bool take_error(endpoint *e) {
     e->events++;
     e->settled = now() + SETTLING;
     operation *o = find_context(e, entry.op_context);
-    if (o) {
+    if (o && !try_again(e, o, entry.err)) {
         snprintf(o->text, sizeof o->text, "%s (provider error %d: %s)", fi_strerror(entry.err), entry.prov_errno,
                  detail ? detail : "unknown");
         finish(e, o, entry.err ? fabric_errno(entry.err) : -EIO);
@@ -275,6 +289,7 @@ static int start(void *self, bool write, uint64_t peer, void *local, uint64_t lk
     e->free = o->next;
     e->outstanding++;
     o->forgotten = false;
+    o->give_up = 0;
     o->left = o->length = length;
     o->piece = (piece){write, e->peers[peer], local, needs_lkey ? (void *)(uintptr_t)lkey : NULL, remote, rkey, 0};
     cut_piece(e, o);

@@ -92,13 +92,15 @@ class NativeRegistrar(Registrar):
     def __init__(self, kind: str, config: Any) -> None:
         out = ffi.new("jemhooks_registrar **")
         check(lib.jemhooks_registrar_open(kind.encode(), config, out))
-        self.name, self._pointer = kind, out[0]
+        # Whoever is in a call holds it too: close() in another thread must not pull it away.
+        self.name, self._pointer = kind, ffi.gc(out[0], lib.jemhooks_registrar_close)
 
     def _open(self) -> Any:
         """The C registrar. :raises ClosedError:"""
-        if self._pointer is None:
+        pointer = self._pointer
+        if pointer is None:
             raise ClosedError(f"registrar {self.name} is closed; open another one")
-        return self._pointer
+        return pointer
 
     @contextmanager
     def _native(self) -> Iterator[Any]:
@@ -107,12 +109,7 @@ class NativeRegistrar(Registrar):
     def close(self) -> None:
         """Refuse new arenas and calls; the registrar ends with the last arena that uses it. Idempotent."""
         super().close()
-        pointer, self._pointer = self._pointer, None
-        if pointer is not None:
-            lib.jemhooks_registrar_close(pointer)
-
-    def __del__(self) -> None:
-        self.close()
+        self._pointer = None
 
 
 class _Bound:

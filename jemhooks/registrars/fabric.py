@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from .._native import check, error, ffi, lib
 from ..errors import ConfigError
-from ..lookup import lkey
-from ..memory import span
+from ..lookup import rail_key
+from ..memory import hold, solid
 from ..sizes import LIMIT, ranged, size, text
 from .base import NativeRegistrar
 
@@ -47,7 +47,7 @@ class Transfer:
 
     def __init__(self, fabric: Fabric, ticket: int, local: Any) -> None:
         self._fabric, self._ticket, self.done = fabric, ticket, False
-        fabric._under_way[ticket] = local
+        fabric._under_way[ticket] = hold(local)
 
     def _ended(self) -> None:
         self.done = True
@@ -67,8 +67,9 @@ class Transfer:
         check(rc)
 
     def __del__(self) -> None:
-        if not self.done and self._fabric._pointer is not None:
-            lib.jemhooks_fabric_forget(self._fabric._pointer, self._ticket)
+        pointer = self._fabric._pointer
+        if not self.done and pointer is not None:
+            lib.jemhooks_fabric_forget(pointer, self._ticket)
             self._fabric._forgotten = True
 
 
@@ -125,6 +126,8 @@ class Fabric(NativeRegistrar):
 
     def connect(self, address: bytes) -> int:
         """Make the endpoint with this address a peer; its number. Nothing is sent yet."""
+        if not isinstance(address, (bytes, bytearray, memoryview)):
+            raise ConfigError(f"address {address!r} is not the bytes that a peer's address() gave")
         peer = ffi.new("uint64_t *")
         check(lib.jemhooks_fabric_connect(self._open(), ffi.from_buffer(address), len(address), peer))
         return int(peer[0])
@@ -132,7 +135,7 @@ class Fabric(NativeRegistrar):
     def _start(
         self, function: Any, peer: int, local: Any, remote: Any, offset: int, nbytes: int | None, writable: bool
     ) -> Transfer:
-        address, have = span(local, writable)
+        address, have = solid(local, writable)
         if have is None:
             if nbytes is None:
                 raise ConfigError("a transfer from or to an integer address needs nbytes")
@@ -143,7 +146,7 @@ class Fabric(NativeRegistrar):
         addr, key_ = self._remote(remote, offset, n)
         self._sweep()
         ticket = ffi.new("uint64_t *")
-        mine = lkey(address) if self._needs_lkey else 0
+        mine = rail_key(local, self)[1].lkey if self._needs_lkey else 0
         rc = function(
             self._open(), ranged(peer, "peer", 0, _U64), ffi.cast("void *", address), mine, n, addr, key_, ticket
         )
@@ -156,13 +159,14 @@ class Fabric(NativeRegistrar):
         """Address and rkey of a Key or an (addr, rkey) pair; a Key's length is a bound."""
         length = getattr(remote, "length", None)
         ranged(offset, "offset", 0, LIMIT)
-        if length is None:
-            addr, key_ = remote
-        else:
-            addr, key_ = remote.addr, remote.rkey
-            if offset + n > length:
-                raise ConfigError(f"{n} bytes at offset {offset} reach beyond the {length} bytes of the remote key")
-        return ranged(addr + offset, "remote address", 0, _U64), ranged(key_, "rkey", 0, _U64)
+        try:
+            addr, key_ = remote if length is None else (remote.addr, remote.rkey)
+        except (AttributeError, TypeError, ValueError):
+            raise ConfigError(f"remote memory {remote!r} is neither a Key nor a pair of address and rkey") from None
+        if length is not None and offset + n > length:
+            raise ConfigError(f"{n} bytes at offset {offset} reach beyond the {length} bytes of the remote key")
+        start = ranged(addr, "remote address", 0, _U64)
+        return ranged(start + offset, "remote address", 0, _U64), ranged(key_, "rkey", 0, _U64)
 
     def put(self, peer: int, local: Any, remote: Any, *, offset: int = 0, nbytes: int | None = None) -> Transfer:
         """Start copying local memory to a peer's.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .._native import check, ffi, lib
-from ..lookup import key, region
+from ..lookup import rail_key
+from ..memory import solid
 from ..sizes import LIMIT, ranged
 from .base import NativeRegistrar
 
@@ -26,20 +27,24 @@ class Uring(NativeRegistrar):
         config.slots = ranged(slots, "slots", 1, 16384)
         super().__init__("uring", config)
 
-    def _move(self, function: Any, fd: int, obj: Any, offset: int) -> int:
-        where = key(obj)
-        home = region(obj)
+    def _move(self, function: Any, fd: int, obj: Any, offset: int, writable: bool) -> int:
+        address, _ = solid(obj, writable)
+        home, where = rail_key(obj, self)
         transfer = ffi.new("jemhooks_uring_transfer *")
         transfer.fd = ranged(fd, "fd", 0, 2**31 - 1)
         transfer.slot, transfer.base, transfer.length = where.lkey, home.base, where.length
-        transfer.address = home.base + where.addr - home.remote_base
+        transfer.address = address
         transfer.file_offset = ranged(offset, "offset", 0, LIMIT)
         return int(check(function(self._open(), transfer)))
 
     def read_into(self, fd: int, obj: Any, offset: int = 0) -> int:
-        """Read from the file at ``offset`` into an object's memory, by its pinned pages; the bytes moved."""
-        return self._move(lib.jemhooks_uring_read, fd, obj, offset)
+        """Read from the file at ``offset`` into an object's memory, by its pinned pages; the bytes moved.
+
+        :raises ConfigError: the memory is read-only, or not contiguous, or its arena does not use this registrar.
+        :raises TransferError: the file's error.
+        """
+        return self._move(lib.jemhooks_uring_read, fd, obj, offset, True)
 
     def write_from(self, fd: int, obj: Any, offset: int = 0) -> int:
-        """Write an object's memory, as its pinned pages have it, to the file at ``offset``; the bytes moved."""
-        return self._move(lib.jemhooks_uring_write, fd, obj, offset)
+        """Write an object's memory, as its pinned pages have it, to the file at ``offset``; otherwise the same."""
+        return self._move(lib.jemhooks_uring_write, fd, obj, offset, False)

@@ -80,7 +80,8 @@ static int verdict(const char *program) {
     const char *name = strrchr(program, '/');
     int bad = 0;
     printf("%s:%s", name ? name + 1 : program, figures);
-    for (; bad < REASONS && reasons[bad].reason; bad++) printf(" %s%s x%lu", bad ? "" : "VIOLATED ", reasons[bad].reason, reasons[bad].count);
+    for (; bad < REASONS && reasons[bad].reason; bad++)
+        printf(" %s%s x%lu", bad ? "" : "VIOLATED ", reasons[bad].reason, reasons[bad].count);
     printf("%s (jemalloc %s)\n", bad ? "" : " ok", jemhooks_allocator_version());
     return bad != 0;
 }
@@ -177,7 +178,8 @@ size_t resident_pages(const void *base, size_t length) {
     unsigned char *pages = must_have(malloc(length / PAGE), "table of pages");
     size_t n = 0;
     if (mincore((void *)(uintptr_t)base, length, pages)) violated("setup", "mincore: %s", strerror(errno));
-    else for (size_t i = 0; i < length / PAGE; i++) n += pages[i] & 1;
+    else
+        for (size_t i = 0; i < length / PAGE; i++) n += pages[i] & 1;
     free(pages);
     return n;
 }
@@ -219,7 +221,8 @@ void in_child(const char *what, void (*run)(void)) {
         _exit(anything_violated());
     }
     if (child < 0 || waitpid(child, &status, 0) != child) violated("setup", "fork or waitpid: %s", strerror(errno));
-    else if (WIFSIGNALED(status)) violated("child", "%s: it ended by signal %d (%s)", what, WTERMSIG(status), strsignal(WTERMSIG(status)));
+    else if (WIFSIGNALED(status))
+        violated("child", "%s: it ended by signal %d (%s)", what, WTERMSIG(status), strsignal(WTERMSIG(status)));
     else CHECK("child", !WEXITSTATUS(status), "%s: exit status %d", what, WEXITSTATUS(status));
 }
 
@@ -258,6 +261,16 @@ jemhooks_region_info *regions_of(jemhooks_arena *arena, size_t *count) {
     MUST(jemhooks_regions(arena, info, count));
     if (*count > room) *count = room;
     return info;
+}
+
+jemhooks_region_info region_at(jemhooks_arena *arena, const void *p) {
+    size_t count;
+    jemhooks_region_info *r = regions_of(arena, &count), found = {.base = 0};
+    for (size_t i = 0; i < count; i++)
+        if ((uintptr_t)p - r[i].base < r[i].length) found = r[i];
+    free(r);
+    CHECK("setup", found.base, "%p is in no region of its arena", p);
+    return found;
 }
 
 jemhooks_arena *arena_of(const jemhooks_config *config) {
@@ -301,8 +314,9 @@ void check_arena(jemhooks_arena *arena, size_t region_max, size_t largest_block,
     CHECK("abandoned", !s.abandoned, "jemalloc lost %zu bytes of address space", (size_t)s.abandoned);
     for (size_t i = 0; i < count; i++) {
         CHECK("alignment", !(r[i].base % SLOT), "a region starts at %#zx, not on 2 MiB", (size_t)r[i].base);
-        CHECK("growth", r[i].length <= region_max || r[i].length <= largest_block, "a region of %zu bytes, with region_max %zu "
-              "and no block above %zu", (size_t)r[i].length, region_max, largest_block);
+        CHECK("growth", r[i].length <= region_max || r[i].length <= largest_block,
+              "a region of %zu bytes, with region_max %zu and no block above %zu", (size_t)r[i].length, region_max,
+              largest_block);
         mapped += r[i].length;
         committed += r[i].committed;
         if (r[i].state == JEMHOOKS_REGISTERED) {
@@ -312,11 +326,12 @@ void check_arena(jemhooks_arena *arena, size_t region_max, size_t largest_block,
             CHECK("state", r[i].state == JEMHOOKS_MAPPED, "a region at rest is in state %u", r[i].state);
         }
     }
-    CHECK("sums", count == s.regions && mapped == s.mapped && committed == s.committed, "statistics say %zu regions, %zu mapped, "
-          "%zu committed; the regions themselves %zu, %zu, %zu", (size_t)s.regions, (size_t)s.mapped, (size_t)s.committed, count,
-          mapped, committed);
-    CHECK("sums", s.registrations - s.deregistrations == mine, "%zu registrations less %zu deregistrations, but %zu regions are "
-          "registered", (size_t)s.registrations, (size_t)s.deregistrations, mine);
+    CHECK("sums", count == s.regions && mapped == s.mapped && committed == s.committed,
+          "statistics say %zu regions, %zu mapped, %zu committed; the regions themselves %zu, %zu, %zu",
+          (size_t)s.regions, (size_t)s.mapped, (size_t)s.committed, count, mapped, committed);
+    CHECK("sums", s.registrations - s.deregistrations == mine,
+          "%zu registrations less %zu deregistrations, but %zu regions are registered", (size_t)s.registrations,
+          (size_t)s.deregistrations, mine);
     free(r);
 }
 
@@ -329,7 +344,8 @@ void check_idle(jemhooks_arena *arena, bool pages_too) {
         if (pages_too) resident += resident_pages((void *)(uintptr_t)r[i].base, r[i].length);
     }
     CHECK("idle", !busy, "%zu of %zu regions are busy after everything was freed and trimmed", busy, count);
-    CHECK("idle", !registered, "%zu of %zu regions are registered after everything was freed and trimmed", registered, count);
+    CHECK("idle", !registered, "%zu of %zu regions are registered after everything was freed and trimmed", registered,
+          count);
     CHECK("resident", !resident, "%zu pages of idle regions are still in memory", resident);
     free(r);
 }

@@ -90,6 +90,8 @@ jemhooks_null_stats null_stats(jemhooks_registrar *registrar);
 jemhooks_stats stats_of(jemhooks_arena *arena);
 /* All regions, in an array the caller frees. */
 jemhooks_region_info *regions_of(jemhooks_arena *arena, size_t *count);
+/* The region of p, which must be of this arena. */
+jemhooks_region_info region_at(jemhooks_arena *arena, const void *p);
 jemhooks_arena *arena_of(const jemhooks_config *config);
 /* An arena with these registrars (NULL: policy none), lazy, that gives free pages up at once. */
 jemhooks_arena *arena_on(jemhooks_provider *provider, jemhooks_registrar *const *registrars, unsigned count);

@@ -1,5 +1,5 @@
-/* fixed.c - arenas in ranges that the caller owns: memory that may hold old bytes and is never given back, and memory that
- * the host cannot touch, of which this library and the allocator must not read or write one byte.
+/* fixed.c - arenas in ranges that the caller owns: memory that may hold old bytes and is never given back, and memory
+ * that the host cannot touch, of which this library and the allocator must not read or write one byte.
  *     test_fixed [case=…] ops=20000 seed=1
  * Concurrency: one thread.                                                                                          */
 #include "check.h"
@@ -46,7 +46,8 @@ static void zero_touch(void) {
         if (!roll_below(&d, 500)) MUST(jemhooks_trim(arena, NULL));
     }
     CHECK("unsupported", !jemhooks_calloc(arena, 1, 64) && errno == EOPNOTSUPP, "calloc gave errno %d", errno);
-    CHECK("unsupported", !jemhooks_aligned_calloc(arena, 4096, 1, MIB) && errno == EOPNOTSUPP, "aligned_calloc gave errno %d", errno);
+    CHECK("unsupported", !jemhooks_aligned_calloc(arena, 4096, 1, MIB) && errno == EOPNOTSUPP,
+          "aligned_calloc gave errno %d", errno);
     CHECK("unsupported", *jemhooks_last_error(), "a refused calloc left no message");
     for (int k = 0; k < COUNT; k++) MUST(jemhooks_free(block[k].p));
     MUST(jemhooks_trim(arena, NULL));
@@ -67,7 +68,8 @@ static void in_place(void) {
     jemhooks_arena *arena = arena_on(provider, NULL, 0);
     char *p = must_have(jemhooks_alloc(arena, 4 * MIB), "block");
     for (int i = 0; i < 20; i++) {
-        CHECK("in_place", jemhooks_realloc(arena, p, MIB + (size_t)i) == p, "shrinking in place: %s", jemhooks_last_error());
+        CHECK("in_place", jemhooks_realloc(arena, p, MIB + (size_t)i) == p, "shrinking in place: %s",
+              jemhooks_last_error());
         CHECK("in_place", jemhooks_realloc(arena, p, 4 * MIB) == p, "growing in place: %s", jemhooks_last_error());
     }
     MUST(jemhooks_free(p));
@@ -110,8 +112,10 @@ static void stale(void) {
         jemhooks_arena *arena = arena_on(provider, &null, 1);
         size_t count;
         jemhooks_region_info *r = regions_of(arena, &count);
-        CHECK("rounding", count == 1 && r->base == (uintptr_t)room + PAGE && r->length == RANGE - 2 * PAGE && !r->committed,
-              "a range of %zu bytes became %zu regions, the first with %zu", RANGE - off - cut, count, (size_t)r->length);
+        CHECK("rounding",
+              count == 1 && r->base == (uintptr_t)room + PAGE && r->length == RANGE - 2 * PAGE && !r->committed,
+              "a range of %zu bytes became %zu regions, the first with %zu", RANGE - off - cut, count,
+              (size_t)r->length);
         zeroed_blocks(arena, (char *)room + PAGE, RANGE - 2 * PAGE);
         jemhooks_key key;
         char *p = must_have(jemhooks_alloc(arena, MIB), "block");
@@ -132,7 +136,8 @@ static void stale(void) {
     munmap(room, RANGE);
 }
 
-/* A range that its owner calls zeroed is not cleared; once an arena has lived in it, it is no longer taken for zeroed. */
+/* A range that its owner calls zeroed is not cleared; once an arena has lived in it, it is no longer taken for zeroed.
+ */
 static void zeroed(void) {
     for (int claimed = 0; claimed < 2; claimed++) {
         char *base = map_aligned(RANGE, PROT_READ | PROT_WRITE);
@@ -140,7 +145,8 @@ static void zeroed(void) {
         jemhooks_arena *arena = arena_on(provider, NULL, 0);
         char *p = must_have(jemhooks_alloc(arena, 16 * MIB), "block");
         size_t touched = resident_pages(base, RANGE), pages = 16 * MIB / PAGE;
-        if (claimed) CHECK("zeroed", touched < pages / 8, "%zu pages of a range said to be zeroed were touched", touched);
+        if (claimed)
+            CHECK("zeroed", touched < pages / 8, "%zu pages of a range said to be zeroed were touched", touched);
         else CHECK("zeroed", touched >= pages, "only %zu of %zu pages were cleared", touched, pages);
         memset(p, 0xAA, 16 * MIB);
         MUST(jemhooks_free(p));
@@ -166,15 +172,32 @@ static void tenant(void) {
     config.policy = JEMHOOKS_NONE;
     for (int i = 0; i < 3; i++) {
         jemhooks_arena *arena = arena_of(&config), *other;
-        CHECK("tenant", jemhooks_arena_create(&config, &other) == -EBUSY && jemhooks_last_error_kind() == JEMHOOKS_ERROR_BUSY,
+        CHECK("tenant",
+              jemhooks_arena_create(&config, &other) == -EBUSY && jemhooks_last_error_kind() == JEMHOOKS_ERROR_BUSY,
               "a second arena moved into the same range");
-        CHECK("tenant", jemhooks_region_of(base) && jemhooks_region_of(base) == jemhooks_region_of(base + RANGE - 1), "the range is "
-              "no region");
+        CHECK("tenant", jemhooks_region_of(base) && jemhooks_region_of(base) == jemhooks_region_of(base + RANGE - 1),
+              "the range is no region");
         arena_end(arena);
         CHECK("tenant", !jemhooks_region_of(base), "a destroyed arena's range is still a region");
     }
     jemhooks_provider_close(provider);
     munmap(base, RANGE);
+}
+
+/* The smallest ranges: jemalloc's smallest extent is a page. */
+static void tiny(void) {
+    char *base = map_aligned(SLOT, PROT_READ | PROT_WRITE);
+    for (size_t pages = 1; pages <= 8; pages++) {
+        jemhooks_provider *provider = fixed_range(base + PAGE, pages * PAGE, true, false);
+        jemhooks_arena *arena = arena_on(provider, NULL, 0);
+        char *p = jemhooks_alloc(arena, 64), *q = jemhooks_alloc(arena, 2 * PAGE * pages);
+        CHECK("tiny", p, "a range of %zu pages cannot hold 64 bytes: %s", pages, jemhooks_last_error());
+        CHECK("tiny", !q && errno == ENOMEM, "a range of %zu pages holds twice as much", pages);
+        MUST(jemhooks_free(p));
+        arena_end(arena);
+        jemhooks_provider_close(provider);
+    }
+    munmap(base, SLOT);
 }
 
 /* A range full of small free pages serves a larger block after all: they are purged for it. */
@@ -190,7 +213,9 @@ static void retry(void) {
     jemhooks_arena *arena = arena_of(&config);
     size_t n = 0;
     while (n < COUNT && (p[n] = jemhooks_alloc(arena, SIZE))) n++;
-    CHECK("full", n > RANGE / SIZE * 9 / 10 && n < COUNT && errno == ENOMEM && jemhooks_last_error_kind() == JEMHOOKS_ERROR_MEMORY,
+    CHECK("full",
+          n > RANGE / SIZE * 9 / 10 && n < COUNT && errno == ENOMEM &&
+              jemhooks_last_error_kind() == JEMHOOKS_ERROR_MEMORY,
           "a range of %zu bytes held %zu blocks of %d, then errno %d", RANGE, n, SIZE, errno);
     for (size_t i = 0; i < n; i++) MUST(jemhooks_free(p[i]));
     void *q = jemhooks_alloc(arena, MIB);
@@ -201,8 +226,9 @@ static void retry(void) {
     munmap(base, RANGE);
 }
 
-static const test_case cases[] = {{"zero_touch", zero_touch}, {"in_place", in_place}, {"stale", stale}, {"zeroed", zeroed},
-                                  {"tenant", tenant},         {"retry", retry},       {NULL, NULL}};
+static const test_case cases[] = {
+    {"zero_touch", zero_touch}, {"in_place", in_place}, {"stale", stale}, {"zeroed", zeroed},
+    {"tenant", tenant},         {"tiny", tiny},         {"retry", retry}, {NULL, NULL}};
 
 int main(int argc, char **argv) {
     take_options(argc, argv);

@@ -1,5 +1,5 @@
-/* forking.c - forked children: what the parent made is frozen there and unharmed afterwards, what the child makes works,
- * and no fork hangs, whatever the parent's other threads are doing.
+/* forking.c - forked children: what the parent made is frozen there and unharmed afterwards, what the child makes
+ * works, and no fork hangs, whatever the parent's other threads are doing.
  *     test_forking [case=…] forks=300
  * Concurrency: `busy` forks while three threads work; everything else is one thread.                                */
 #include "check.h"
@@ -16,8 +16,8 @@ static jemhooks_key key;
 /* ---- frozen ------------------------------------------------------------------------------------------------------ */
 
 static void expect_frozen(const char *what, bool refused) {
-    CHECK("frozen", refused && errno == ECHILD && jemhooks_last_error_kind() == JEMHOOKS_ERROR_FORK, "%s in a child: errno %d, '%s'",
-          what, errno, jemhooks_last_error());
+    CHECK("frozen", refused && errno == ECHILD && jemhooks_last_error_kind() == JEMHOOKS_ERROR_FORK,
+          "%s in a child: errno %d, '%s'", what, errno, jemhooks_last_error());
     errno = 0;
 }
 
@@ -27,7 +27,8 @@ static void live_on(void) {
     jemhooks_arena *a = arena_on(NULL, &mine, 1);
     char *p = must_have(jemhooks_alloc(a, 100 * KIB), "block"), *q = must_have(jemhooks_calloc(a, 10, 300), "block");
     jemhooks_key k;
-    CHECK("child", all_zero(q, 3000) && !jemhooks_get_key(p, &k) && k.addr == (uintptr_t)p, "a child's own arena does not work");
+    CHECK("child", all_zero(q, 3000) && !jemhooks_get_key(p, &k) && k.addr == (uintptr_t)p,
+          "a child's own arena does not work");
     p = must_have(jemhooks_realloc(a, p, MIB), "larger block");
     memset(p, 1, MIB);
     MUST(jemhooks_lease(q, &k));
@@ -37,7 +38,8 @@ static void live_on(void) {
     MUST(jemhooks_trim(a, NULL));
     check_idle(a, false);
     arena_end(a);
-    CHECK("child", !null_stats(mine).live && !null_stats(mine).errors, "a child's registrar is left with registrations or errors");
+    CHECK("child", !null_stats(mine).live && !null_stats(mine).errors,
+          "a child's registrar is left with registrations or errors");
     jemhooks_registrar_close(mine);
 }
 
@@ -66,21 +68,23 @@ static void child(void) {
     expect_frozen("get_stats", jemhooks_get_stats(arena, &stats) == -ECHILD);
     expect_frozen("destroy", jemhooks_arena_destroy(arena) == -ECHILD);
     CHECK("frozen", !jemhooks_usable_size(block), "a frozen block has a usable size");
-    CHECK("content", filled(block, MIB, MIB, 1) && filled(other, 200, 200, 2), "a child cannot read its parent's blocks");
+    CHECK("content", filled(block, MIB, MIB, 1) && filled(other, 200, 200, 2),
+          "a child cannot read its parent's blocks");
     for (int i = 0; i < 2; i++)
-        CHECK("frozen", !jemhooks_free(block) && !jemhooks_free(other) && !jemhooks_free_sized(other, 200), "free in a child failed: %s",
-              jemhooks_last_error());
+        CHECK("frozen", !jemhooks_free(block) && !jemhooks_free(other) && !jemhooks_free_sized(other, 200),
+              "free in a child failed: %s", jemhooks_last_error());
     CHECK("content", filled(block, MIB, MIB, 1) && filled(other, 200, 200, 2), "free in a child touched the block");
     live_on();
-    CHECK("content", filled(block, MIB, MIB, 1) && filled(other, 200, 200, 2), "a child's own arena touched the parent's blocks");
+    CHECK("content", filled(block, MIB, MIB, 1) && filled(other, 200, 200, 2),
+          "a child's own arena touched the parent's blocks");
     in_child("a grandchild", grandchild);
 }
 
 static void check_parent(void) {
     jemhooks_key k;
     CHECK("parent", filled(block, MIB, MIB, 1) && filled(other, 200, 200, 2), "a child changed its parent's blocks");
-    CHECK("parent", !jemhooks_lookup(block, &k) && k.generation == key.generation && k.lkey == key.lkey, "a child changed its "
-          "parent's key");
+    CHECK("parent", !jemhooks_lookup(block, &k) && k.generation == key.generation && k.lkey == key.lkey,
+          "a child changed its parent's key");
     char *p = jemhooks_calloc(arena, 1, 2 * MIB);
     CHECK("parent", p && all_zero(p, 2 * MIB), "the parent's arena does not go on");
     MUST(jemhooks_free(p));
@@ -113,7 +117,8 @@ static void frozen(void) {
         in_child("a child", child);
         check_parent();
     }
-    CHECK("parent", null_stats(null).live == live && !null_stats(null).errors, "a child changed its parent's registrations");
+    CHECK("parent", null_stats(null).live == live && !null_stats(null).errors,
+          "a child changed its parent's registrations");
     end_parent();
     jemhooks_registrar_close(null);
 }
@@ -121,7 +126,8 @@ static void frozen(void) {
 /* The parent's range is shared with the child: what the child does to its pages, the parent sees. */
 static void shared_range(void) {
     const size_t length = 16 * MIB;
-    char *base = must_have(mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0), "shared memory");
+    char *base =
+        must_have(mmap(NULL, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0), "shared memory");
     jemhooks_provider *provider = fixed_range(base, length, true, true);
     null = null_open(NULL);
     arena = arena_on(provider, &null, 1);
@@ -167,9 +173,11 @@ static void pinned(void) {
         check_parent();
         check_pinned("after a child has ended", registered);
         const jemhooks_region *r = jemhooks_region_of(block);
-        jemhooks_uring_transfer t = {.fd = file, .slot = (uint32_t)key.lkey, .base = r->base, .address = (uintptr_t)block, .length = MIB};
+        jemhooks_uring_transfer t = {
+            .fd = file, .slot = (uint32_t)key.lkey, .base = r->base, .address = (uintptr_t)block, .length = MIB};
         CHECK("device", jemhooks_uring_read(uring, &t) == (int64_t)MIB, "%s", jemhooks_last_error());
-        CHECK("stale", !memcmp(block, pattern, MIB), "after a child has ended the CPU does not see what the device writes");
+        CHECK("stale", !memcmp(block, pattern, MIB),
+              "after a child has ended the CPU does not see what the device writes");
         fill(block, MIB, 1);
     }
     end_parent();
@@ -180,7 +188,8 @@ static void pinned(void) {
     free(pattern);
 }
 
-/* ---- forks at any moment ------------------------------------------------------------------------------------------ */
+/* ---- forks at any moment ------------------------------------------------------------------------------------------
+ */
 
 static atomic_bool stop;
 static atomic_ulong operations;
@@ -197,7 +206,8 @@ static void *allocate(void *arg) {
         } else {
             size_t size = (size_t)1 << roll_below(&d, 21);
             jemhooks_key any;
-            p[k] = must_have(roll_below(&d, 2) ? jemhooks_alloc(arena, size) : jemhooks_calloc(arena, 1, size), "block");
+            p[k] =
+                must_have(roll_below(&d, 2) ? jemhooks_alloc(arena, size) : jemhooks_calloc(arena, 1, size), "block");
             if (!roll_below(&d, 4)) MUST(jemhooks_get_key(p[k], &any));
         }
         atomic_fetch_add(&operations, 1);
@@ -250,15 +260,16 @@ static void busy(void) {
     check_idle(arena, true);
     arena_end(arena);
     jemhooks_null_stats n = null_stats(null);
-    CHECK("errors", !n.errors && !n.live, "the registrar saw %zu errors and holds %zu registrations", (size_t)n.errors, (size_t)n.live);
+    CHECK("errors", !n.errors && !n.live, "the registrar saw %zu errors and holds %zu registrations", (size_t)n.errors,
+          (size_t)n.live);
     figure("forks", (double)option("forks", 300));
     figure("meanwhile", (double)atomic_load(&operations));
     jemhooks_registrar_close(null);
 }
 
 int main(int argc, char **argv) {
-    static const test_case cases[] = {{"frozen", frozen}, {"shared_range", shared_range}, {"pinned", pinned}, {"busy", busy},
-                                      {NULL, NULL}};
+    static const test_case cases[] = {
+        {"frozen", frozen}, {"shared_range", shared_range}, {"pinned", pinned}, {"busy", busy}, {NULL, NULL}};
     take_options(argc, argv);
     return run_cases(cases);
 }

@@ -4,7 +4,6 @@
  * Concurrency: each case starts threads that share arenas, one slot of a table each, and barriers.                   */
 #include "check.h"
 
-
 static jemhooks_registrar *null;
 static jemhooks_arena *arena;
 
@@ -18,8 +17,10 @@ static footprint measure(void) {
 
 static void check_flat(const char *what, footprint before, long extra_kib) {
     footprint now = measure();
-    CHECK("flat", now.rss_kib <= before.rss_kib + 4096 + extra_kib, "%s: %ld KiB resident, %ld before", what, now.rss_kib, before.rss_kib);
-    CHECK("flat", now.mappings <= before.mappings + 30, "%s: %ld mappings, %ld before", what, now.mappings, before.mappings);
+    CHECK("flat", now.rss_kib <= before.rss_kib + 4096 + extra_kib, "%s: %ld KiB resident, %ld before", what,
+          now.rss_kib, before.rss_kib);
+    CHECK("flat", now.mappings <= before.mappings + 30, "%s: %ld mappings, %ld before", what, now.mappings,
+          before.mappings);
     CHECK("flat", now.files == before.files, "%s: %ld open files, %ld before", what, now.files, before.files);
 }
 
@@ -36,10 +37,11 @@ static void close_arena(void) {
     MUST(jemhooks_trim(arena, NULL));
     check_idle(arena, true);
     jemhooks_stats s = stats_of(arena);
-    CHECK("leak", !s.active && !s.dirty && !s.muzzy && !s.committed && !s.allocated, "after everything was freed %zu bytes are active, "
-          "%zu allocated", (size_t)s.active, (size_t)s.allocated);
+    CHECK("leak", !s.active && !s.dirty && !s.muzzy && !s.committed && !s.allocated,
+          "after everything was freed %zu bytes are active, %zu allocated", (size_t)s.active, (size_t)s.allocated);
     arena_end(arena);
-    CHECK("errors", !null_stats(null).live && !null_stats(null).errors, "the registrar is left with registrations or errors");
+    CHECK("errors", !null_stats(null).live && !null_stats(null).errors,
+          "the registrar is left with registrations or errors");
     jemhooks_registrar_close(null);
 }
 
@@ -59,10 +61,11 @@ static void churn(void) {
         MUST(jemhooks_free(q));
         arena_end(a);
     }
-    /* jemalloc 5.3 keeps the address space of a destroyed arena's own metadata where it retains: the next arena's memory
-     * lies elsewhere, and each 2 MiB cost a page of jemalloc's radix tree. */
+    /* jemalloc 5.3 keeps the address space of a destroyed arena's own metadata where it retains: the next arena's
+     * memory lies elsewhere, and each 2 MiB cost a page of jemalloc's radix tree. */
     check_flat("after many arenas", before, jemalloc_at_least(5, 3) ? 5 * (arenas - warm) : 0);
-    CHECK("errors", !null_stats(null).live && !null_stats(null).errors, "the registrar is left with registrations or errors");
+    CHECK("errors", !null_stats(null).live && !null_stats(null).errors,
+          "the registrar is left with registrations or errors");
     jemhooks_registrar_close(null);
     figure("arenas", (double)arenas);
 }
@@ -115,12 +118,12 @@ static void late_in_exit(void *arg) {
         char *p = i % 2 ? jemhooks_alloc(arena, 100 << i) : jemhooks_calloc(arena, 1, 100 << i);
         atomic_fetch_add(p ? &served : &refused, 1);
         if (!p) {
-            CHECK("late", errno == ENOMEM && jemhooks_last_error_kind() == JEMHOOKS_ERROR_MEMORY, "refused with errno %d: %s", errno,
-                  jemhooks_last_error());
+            CHECK("late", errno == ENOMEM && jemhooks_last_error_kind() == JEMHOOKS_ERROR_MEMORY,
+                  "refused with errno %d: %s", errno, jemhooks_last_error());
             continue;
         }
         const jemhooks_region *r = jemhooks_region_of(p);
-        CHECK("late", r && r->arena == arena, "a block is not of the arena that it was asked of");
+        if (!CHECK("late", r && r->arena == arena, "a block is not of the arena that it was asked of")) return;
         CHECK("zero", i % 2 || all_zero(p, 100 << i), "a zeroed block is not zero");
         memset(p, 1, 100 << i);
         CHECK("late", !jemhooks_get_key(p, &key) && !jemhooks_free(p), "%s", jemhooks_last_error());
@@ -149,7 +152,8 @@ static void late_exit(void) {
     figure("late_refused", (double)atomic_load(&refused));
 }
 
-/* ---- more threads times arenas than jemalloc has caches ----------------------------------------------------------- */
+/* ---- more threads times arenas than jemalloc has caches -----------------------------------------------------------
+ */
 
 enum { THREADS = 25, ARENAS = 200 };
 static jemhooks_arena *many[ARENAS];
@@ -194,7 +198,8 @@ static void many_caches(void) {
     figure("caches", THREADS * ARENAS);
 }
 
-/* ---- an arena destroyed while other threads' caches hold its blocks ------------------------------------------------ */
+/* ---- an arena destroyed while other threads' caches hold its blocks ------------------------------------------------
+ */
 
 static pthread_barrier_t step;
 
@@ -228,8 +233,12 @@ static void cached_destroy(void) {
 }
 
 int main(int argc, char **argv) {
-    static const test_case cases[] = {{"churn", churn},             {"visitors", visitors},             {"late_exit", late_exit},
-                                      {"many_caches", many_caches}, {"cached_destroy", cached_destroy}, {NULL, NULL}};
+    static const test_case cases[] = {{"churn", churn},
+                                      {"visitors", visitors},
+                                      {"late_exit", late_exit},
+                                      {"many_caches", many_caches},
+                                      {"cached_destroy", cached_destroy},
+                                      {NULL, NULL}};
     take_options(argc, argv);
     return run_cases(cases);
 }

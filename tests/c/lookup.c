@@ -15,7 +15,9 @@ static void expect(const char *where, const void *p, const jemhooks_region *regi
     const jemhooks_region *found = jemhooks_region_of(p);
     CHECK("lookup", found == region && jemhooks_find_region(p) == region, "%s, %p, is in region %p, not %p", where, p,
           (const void *)found, (const void *)region);
-    if (!region) CHECK("lookup", jemhooks_lookup(p, &key) == -ENOENT && jemhooks_get_key(p, &key) == -ENOENT, "%s has a key", where);
+    if (!region)
+        CHECK("lookup", jemhooks_lookup(p, &key) == -ENOENT && jemhooks_get_key(p, &key) == -ENOENT, "%s has a key",
+              where);
 }
 
 static void addresses(void) {
@@ -43,11 +45,14 @@ static void addresses(void) {
     expect("2^48", (void *)((uintptr_t)1 << 48), NULL);
     expect("2^48 - 1", (void *)(((uintptr_t)1 << 48) - 1), NULL);
     MUST(jemhooks_get_key((void *)(end - 1), &key));
-    CHECK("lookup", key.length == 1 && key.addr == end - 1, "the key of the last byte reaches %zu bytes", (size_t)key.length);
-    CHECK("foreign", jemhooks_free(foreign_heap) == -ENOENT && jemhooks_free(&foreign_stack) == -ENOENT
-          && jemhooks_free_sized(&foreign_static, 4) == -ENOENT && !jemhooks_usable_size(foreign_heap)
-          && !jemhooks_realloc(arena, foreign_heap, 10) && errno == ENOENT && jemhooks_lease(&foreign_stack, NULL) == -ENOENT
-          && jemhooks_release(foreign_heap) == -ENOENT, "a foreign address was not refused");
+    CHECK("lookup", key.length == 1 && key.addr == end - 1, "the key of the last byte reaches %zu bytes",
+          (size_t)key.length);
+    CHECK("foreign",
+          jemhooks_free(foreign_heap) == -ENOENT && jemhooks_free(&foreign_stack) == -ENOENT &&
+              jemhooks_free_sized(&foreign_static, 4) == -ENOENT && !jemhooks_usable_size(foreign_heap) &&
+              !jemhooks_realloc(arena, foreign_heap, 10) && errno == ENOENT &&
+              jemhooks_lease(&foreign_stack, NULL) == -ENOENT && jemhooks_release(foreign_heap) == -ENOENT,
+          "a foreign address was not refused");
     CHECK("foreign", !jemhooks_free(NULL), "free of NULL failed");
     MUST(jemhooks_free(p));
     arena_end(arena);
@@ -89,12 +94,16 @@ static void nested_blocks(void) {
     char *middle = must_have(jemhooks_alloc(b, 4 * MIB), "block");
     jemhooks_arena *c = arena_in(middle + 3 * PAGE, MIB);
     char *inner = must_have(jemhooks_alloc(c, 64 * KIB), "block");
-    CHECK("nested", owner_of(inner) == c && owner_of(middle) == b && owner_of(outer) == a && owner_of(middle + 4 * MIB - 1) == b
-          && owner_of(outer + 16 * MIB - 1) == a, "an address is not in its innermost region");
-    CHECK("nested", jemhooks_arena_destroy(a) == -EBUSY && jemhooks_arena_destroy(b) == -EBUSY, "destroyed around a live block");
+    CHECK("nested",
+          owner_of(inner) == c && owner_of(middle) == b && owner_of(outer) == a &&
+              owner_of(middle + 4 * MIB - 1) == b && owner_of(outer + 16 * MIB - 1) == a,
+          "an address is not in its innermost region");
+    CHECK("nested", jemhooks_arena_destroy(a) == -EBUSY && jemhooks_arena_destroy(b) == -EBUSY,
+          "destroyed around a live block");
     MUST(jemhooks_free(inner));
     arena_end(c);
-    CHECK("nested", owner_of(inner) == b && owner_of(middle + 3 * PAGE) == b, "the middle region did not get its range back");
+    CHECK("nested", owner_of(inner) == b && owner_of(middle + 3 * PAGE) == b,
+          "the middle region did not get its range back");
     MUST(jemhooks_free(middle));
     arena_end(b);
     CHECK("nested", owner_of(inner) == a && owner_of(middle) == a, "the outer region did not get its range back");
@@ -103,26 +112,49 @@ static void nested_blocks(void) {
     CHECK("nested", !jemhooks_region_of(inner), "a destroyed region is still found");
 }
 
-/* A range that fills a block, which fills a range, and so on: all levels but the innermost are hidden wholly. */
-static void nested_whole(void) {
-    enum { LEVELS = 5 };
+/* A range in a block of a range in a block, and so on. */
+static void nested_deep(void) {
+    enum { LEVELS = 6 };
     jemhooks_arena *level[LEVELS];
-    char *block[LEVELS], *base = map_aligned(HELD, PROT_READ | PROT_WRITE);
-    for (int round = 0; round < 3; round++) {
-        size_t length = round ? (size_t)8 << (12 + 4 * round) : PAGE; /* one page, some, and whole slots */
-        for (int i = 0; i < LEVELS; i++) {
-            level[i] = arena_in(i ? block[i - 1] : base, length);
-            block[i] = must_have(jemhooks_aligned_alloc(level[i], PAGE, length), "block that fills a range");
-            CHECK("nested", block[i] == base && owner_of(base) == level[i] && owner_of(base + length - 1) == level[i], "level %d is not "
-                  "found, at %p", i, (void *)block[i]);
-        }
-        for (int i = LEVELS - 1; i >= 0; i--) {
-            CHECK("nested", jemhooks_free(block[i]) == 0 && owner_of(base) == level[i], "level %d is not found", i);
-            arena_end(level[i]);
-            CHECK("nested", owner_of(base) == (i ? level[i - 1] : NULL), "level %d did not get its range back", i - 1);
-        }
+    char *block[LEVELS], *base = map_aligned(HELD, PROT_READ | PROT_WRITE), *start = base;
+    size_t length = HELD;
+    for (int i = 0; i < LEVELS; i++) {
+        level[i] = arena_in(start, length);
+        block[i] = must_have(jemhooks_aligned_alloc(level[i], PAGE, length / 2), "block");
+        CHECK("nested", owner_of(block[i]) == level[i] && owner_of(block[i] + length / 2 - 1) == level[i],
+              "level %d is not found", i);
+        start = block[i] + PAGE;
+        length = length / 2 - 2 * PAGE;
     }
+    for (int i = LEVELS - 1; i >= 0; i--) {
+        for (int k = 0; k <= i; k++)
+            CHECK("nested", owner_of(block[k]) == level[k] && owner_of(block[k] + PAGE) == level[k < i ? k + 1 : k],
+                  "level %d of %d is not found", k, i);
+        MUST(jemhooks_free(block[i]));
+        arena_end(level[i]);
+    }
+    CHECK("nested", !owner_of(block[0]), "a destroyed region is still found");
     munmap(base, HELD);
+}
+
+/* A range over all of a block, its first page included, is refused or works: the block can be freed afterwards. */
+static void over_whole_block(void) {
+    for (size_t size = 2 * PAGE; size <= MIB; size *= 2) {
+        jemhooks_arena *outer = arena_on(NULL, NULL, 0);
+        char *block = must_have(jemhooks_aligned_alloc(outer, PAGE, size), "block");
+        jemhooks_arena *inner = try_arena_in(block, size);
+        if (inner) {
+            MUST(jemhooks_free(jemhooks_alloc(inner, 100)));
+            MUST(jemhooks_free(jemhooks_alloc(inner, size / 2)));
+            arena_end(inner);
+        }
+        MUST(jemhooks_free(block));
+        arena_end(outer);
+    }
+}
+
+static void nested_whole(void) {
+    in_child("an arena over a whole block of another", over_whole_block);
 }
 
 /* A region may lie wholly in one live block of another arena, or outside of it, but not in part or around it. */
@@ -151,12 +183,14 @@ static void nested_refused(void) {
     };
     for (size_t i = 0; i < sizeof range / sizeof range[0]; i++) {
         jemhooks_arena *other = try_arena_in(range[i].base, range[i].length);
-        CHECK("overlap", !other == !range[i].allowed, "%s: an arena was %s", range[i].what, other ? "allowed" : "refused");
+        CHECK("overlap", !other == !range[i].allowed, "%s: an arena was %s", range[i].what,
+              other ? "allowed" : "refused");
         if (other) CHECK("overlap", owner_of(range[i].base) == other, "%s: it is not found", range[i].what);
         if (other) arena_end(other);
         for (size_t page = 0; page < HELD / PAGE; page++)
-            if (!CHECK("overlap", owner_of(base + page * PAGE) == (page >= 1024 && page < 2048 ? a : NULL), "%s: page %zu is in another "
-                       "region afterwards", range[i].what, page)) break;
+            if (!CHECK("overlap", owner_of(base + page * PAGE) == (page >= 1024 && page < 2048 ? a : NULL),
+                       "%s: page %zu is in another region afterwards", range[i].what, page))
+                break;
     }
     MUST(jemhooks_free(block));
     arena_end(a);
@@ -177,7 +211,8 @@ static void small_ranges(void) {
         char *p = base + (size_t)first * length;
         for (long i = 0; i < n; i++) arena[i] = arena_in(p + (size_t)i * length, length);
         for (long i = 0; i < n; i++, p += length)
-            CHECK("small", owner_of(p) == arena[i] && owner_of(p + length - 1) == arena[i], "range %ld is not found", first + i);
+            CHECK("small", owner_of(p) == arena[i] && owner_of(p + length - 1) == arena[i], "range %ld is not found",
+                  first + i);
         for (long left = n; left > 0; left--) {
             size_t i = roll_below(&d, (size_t)left);
             arena_end(arena[i]);
@@ -224,8 +259,8 @@ static int take_back(void *self, jemhooks_mr *mr) {
     return 0;
 }
 
-static const jemhooks_registrar_ops issuer = {.size = sizeof issuer, .name = "issuer", .register_memory = issue,
-                                              .deregister_memory = take_back};
+static const jemhooks_registrar_ops issuer = {
+    .size = sizeof issuer, .name = "issuer", .register_memory = issue, .deregister_memory = take_back};
 
 /* Looks addresses up as fast as it can and checks that all of a key is of one registration. */
 static void *read_keys(void *arg) {
@@ -236,12 +271,14 @@ static void *read_keys(void *arg) {
         uintptr_t p = (uintptr_t)stage + roll_below(&d, HELD);
         if (jemhooks_lookup((void *)p, &k)) continue;
         found++;
-        if (!CHECK("mixed", k.rkey == ~k.lkey && k.lkey, "lkey %zu goes with rkey %zu", (size_t)k.lkey, (size_t)~k.rkey)) continue;
+        if (!CHECK("mixed", k.rkey == ~k.lkey && k.lkey, "lkey %zu goes with rkey %zu", (size_t)k.lkey,
+                   (size_t)~k.rkey))
+            continue;
         uintptr_t base = atomic_load(&issued[k.lkey % ISSUED].base), end = atomic_load(&issued[k.lkey % ISSUED].end);
         if (atomic_load(&issued[k.lkey % ISSUED].lkey) != k.lkey) continue; /* long ago: its record is gone */
         CHECK("mixed", p >= base && p < end && k.length == end - p && k.addr == remote_of(k.lkey) + (p - base),
-              "key %zu, issued for [%#zx, %#zx), was given for %#zx with %zu bytes and address %#zx", (size_t)k.lkey, base, end, p,
-              (size_t)k.length, (size_t)k.addr);
+              "key %zu, issued for [%#zx, %#zx), was given for %#zx with %zu bytes and address %#zx", (size_t)k.lkey,
+              base, end, p, (size_t)k.length, (size_t)k.addr);
     }
     atomic_fetch_add(&lookups, n);
     atomic_fetch_add(&hits, found);
@@ -262,7 +299,7 @@ static void *change_keys(void *arg) {
         for (int times = 0; times < 3; times++) {
             jemhooks_key k;
             char *block = must_have(jemhooks_alloc(outer, 128 * PAGE), "block");
-            jemhooks_provider *inner_range = fixed_range(block, 64 * PAGE, false, false);
+            jemhooks_provider *inner_range = fixed_range(block + 8 * PAGE, 64 * PAGE, false, false);
             jemhooks_arena *inner = arena_on(inner_range, &registrar, 1);
             MUST(jemhooks_get_key(block + 80 * PAGE, &k));
             MUST(jemhooks_get_key(block + 20 * PAGE, &k));
@@ -291,7 +328,8 @@ static void readers(void) {
     for (int i = 0; i < 2; i++) join_thread(writer[i]);
     atomic_store(&stop, true);
     for (long i = 0; i < count; i++) join_thread(reader[i]);
-    CHECK("setup", atomic_load(&hits) > 1000, "only %lu of %lu look-ups found a key", atomic_load(&hits), atomic_load(&lookups));
+    CHECK("setup", atomic_load(&hits) > 1000, "only %lu of %lu look-ups found a key", atomic_load(&hits),
+          atomic_load(&lookups));
     figure("lookups", (double)atomic_load(&lookups));
     figure("registrations", (double)atomic_load(&issues));
     munmap(stage, HELD);
@@ -305,13 +343,15 @@ static jemhooks_arena *crowded;
 static void *crowd_one(void *arg) {
     dice d = {(uint64_t)(uintptr_t)arg};
     for (long i = 0; i < option("rounds", 3000); i++) {
-        size_t pages = 1 + roll_below(&d, 40);
-        char *block = must_have(jemhooks_aligned_alloc(crowded, PAGE, pages * PAGE), "block");
-        jemhooks_arena *arena = try_arena_in(block, pages * PAGE);
+        size_t pages = 6 + roll_below(&d, 40);
+        char *block = must_have(jemhooks_aligned_alloc(crowded, PAGE, pages * PAGE), "block"),
+             *last = block + (pages - 2) * PAGE;
+        jemhooks_arena *arena = try_arena_in(block + PAGE, (pages - 2) * PAGE);
         if (!CHECK("crowd", arena, "a range in a block was refused: %s", jemhooks_last_error())) break;
-        CHECK("crowd", owner_of(block) == arena && owner_of(block + pages * PAGE - 1) == arena, "another region is found");
+        CHECK("crowd", owner_of(block + PAGE) == arena && owner_of(last) == arena, "another region is found");
+        MUST(jemhooks_free(must_have(jemhooks_alloc(arena, 64), "block")));
         arena_end(arena);
-        CHECK("crowd", owner_of(block) == crowded && owner_of(block + pages * PAGE - 1) == crowded, "the outer region is not found");
+        CHECK("crowd", owner_of(block + PAGE) == crowded && owner_of(last) == crowded, "the outer region is not found");
         MUST(jemhooks_free(block));
     }
     return NULL;
@@ -321,12 +361,16 @@ static void crowd(void) {
     enum { THREADS = 4 };
     pthread_t thread[THREADS];
     stage = map_aligned(HELD, PROT_NONE);
-    crowded = arena_in(stage, 3 * SLOT);
+    jemhooks_provider *range = fixed_range(stage, HELD, false, false);
+    crowded = arena_on(range, NULL, 0);
+    jemhooks_provider_close(range);
     for (long i = 0; i < THREADS; i++) thread[i] = start_thread(crowd_one, (void *)(intptr_t)i);
     for (int i = 0; i < THREADS; i++) join_thread(thread[i]);
     arena_end(crowded);
     for (size_t i = 0; i < HELD / PAGE; i++)
-        if (!CHECK("crowd", !jemhooks_region_of(stage + i * PAGE), "page %zu is in a region after all were destroyed", i)) break;
+        if (!CHECK("crowd", !jemhooks_region_of(stage + i * PAGE), "page %zu is in a region after all were destroyed",
+                   i))
+            break;
     crowded = arena_in(stage, HELD);
     CHECK("crowd", owner_of(stage) == crowded, "the range is not found");
     arena_end(crowded);
@@ -334,10 +378,15 @@ static void crowd(void) {
 }
 
 int main(int argc, char **argv) {
-    static const test_case cases[] = {{"addresses", addresses},         {"nested_blocks", nested_blocks},
-                                      {"nested_whole", nested_whole},   {"nested_refused", nested_refused},
-                                      {"small_ranges", small_ranges},   {"readers", readers},
-                                      {"crowd", crowd},                 {NULL, NULL}};
+    static const test_case cases[] = {{"addresses", addresses},
+                                      {"nested_blocks", nested_blocks},
+                                      {"nested_deep", nested_deep},
+                                      {"nested_whole", nested_whole},
+                                      {"nested_refused", nested_refused},
+                                      {"small_ranges", small_ranges},
+                                      {"readers", readers},
+                                      {"crowd", crowd},
+                                      {NULL, NULL}};
     take_options(argc, argv);
     return run_cases(cases);
 }

@@ -11,6 +11,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+bool place_side_by_side(void) {
+    return false;
+}
+#else
 #define WINDOW ((size_t)64 << 30)
 #define VISIBLE __attribute__((visibility("default")))
 
@@ -22,10 +27,11 @@ static void *map(void *address, size_t length, int protection, int flags, int fd
     return (void *)syscall(SYS_mmap, address, length, protection, flags, fd, offset);
 }
 
-void place_side_by_side(void) {
+bool place_side_by_side(void) {
     char *space = map(NULL, WINDOW + SLOT, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     must_have(space, "address space for regions");
     window = next = (char *)(((uintptr_t)space + SLOT - 1) & ~(SLOT - 1));
+    return true;
 }
 
 VISIBLE void *mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset) {
@@ -47,5 +53,8 @@ VISIBLE int munmap(void *address, size_t length) {
     if (of_room) room = NULL;
     if (!window || (uintptr_t)address - (uintptr_t)window >= WINDOW) return (int)syscall(SYS_munmap, address, length);
     if (of_room) return 0;
-    return map(address, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED ? -1 : 0;
+    return map(address, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED
+               ? -1
+               : 0;
 }
+#endif

@@ -31,8 +31,8 @@ static int our_deregister(void *self, jemhooks_mr *mr) {
 }
 
 static void set_up(void) {
-    static const jemhooks_registrar_ops ops = {.size = sizeof ops, .name = "ours", .register_memory = our_register,
-                                               .deregister_memory = our_deregister};
+    static const jemhooks_registrar_ops ops = {
+        .size = sizeof ops, .name = "ours", .register_memory = our_register, .deregister_memory = our_deregister};
     jemhooks_anonymous_config config = JEMHOOKS_ANONYMOUS_CONFIG_INIT;
     config.transparent_huge = 0;
     MUST(jemhooks_provider_anonymous(&config, &small_pages));
@@ -48,10 +48,11 @@ static void set_up(void) {
 /* The device writes the pattern to [p, p + size). */
 static void device_write(void *p, size_t size, const jemhooks_key *key) {
     const jemhooks_region *r = must_have(jemhooks_region_of(p), "region");
-    jemhooks_uring_transfer t = {.fd = pattern_file, .slot = (uint32_t)key->lkey, .base = r->base, .address = (uintptr_t)p,
-                                 .length = size};
+    jemhooks_uring_transfer t = {
+        .fd = pattern_file, .slot = (uint32_t)key->lkey, .base = r->base, .address = (uintptr_t)p, .length = size};
     int64_t moved = jemhooks_uring_read(uring, &t);
-    CHECK("device", moved == (int64_t)size, "the device wrote %lld of %zu bytes: %s", (long long)moved, size, jemhooks_last_error());
+    CHECK("device", moved == (int64_t)size, "the device wrote %lld of %zu bytes: %s", (long long)moved, size,
+          jemhooks_last_error());
 }
 
 /* The device writes through its pinned pages; the CPU must see that. */
@@ -86,7 +87,9 @@ static void registering(void) {
     jemhooks_key key;
     MUST(jemhooks_get_key(kept, &key));
     at_register = NULL;
-    CHECK("setup", jemhooks_region_of(made) == jemhooks_region_of(kept) && jemhooks_region_of(cleared) == jemhooks_region_of(kept),
+    CHECK("setup",
+          jemhooks_region_of(made) == jemhooks_region_of(kept) &&
+              jemhooks_region_of(cleared) == jemhooks_region_of(kept),
           "the blocks are not in the region that was being registered");
     check_device(made, 256 * KIB);
     check_device(cleared, 256 * KIB);
@@ -105,7 +108,8 @@ static int fail(void) {
     return -EMFILE;
 }
 
-/* The second rail fails after the first has pinned everything: nothing stays pinned, nor the pages that pinning made. */
+/* The second rail fails after the first has pinned everything: nothing stays pinned, nor the pages that pinning made.
+ */
 static void failing(void) {
     arena = arena_on(small_pages, (jemhooks_registrar *[]){uring, ours}, 2);
     kept = must_have(jemhooks_alloc(arena, 32 * MIB), "block");
@@ -151,7 +155,8 @@ static void deregistering(void) {
     for (int pinned_meanwhile = 0; pinned_meanwhile < 2; pinned_meanwhile++) {
         /* the last rail is the first to go */
         uring_rail = !pinned_meanwhile;
-        arena = arena_on(small_pages, (jemhooks_registrar *[]){uring_rail ? ours : uring, uring_rail ? uring : ours}, 2);
+        arena =
+            arena_on(small_pages, (jemhooks_registrar *[]){uring_rail ? ours : uring, uring_rail ? uring : ours}, 2);
         kept = must_have(jemhooks_alloc(arena, MIB), "block");
         memset(kept, 1, MIB);
         check_device(kept, MIB);
@@ -160,9 +165,10 @@ static void deregistering(void) {
         at_deregister = make_while_deregistering;
         MUST(jemhooks_trim(arena, NULL));
         at_deregister = NULL;
-        CHECK("setup", jemhooks_region_of(made) == r && jemhooks_region_of(cleared) == r, "the blocks are not in the region that was "
-              "being deregistered");
-        CHECK("content", is_all(made, 3, 256 * KIB) && is_all(cleared, 4, 256 * KIB), "deregistering took a live block's pages");
+        CHECK("setup", jemhooks_region_of(made) == r && jemhooks_region_of(cleared) == r,
+              "the blocks are not in the region that was being deregistered");
+        CHECK("content", is_all(made, 3, 256 * KIB) && is_all(cleared, 4, 256 * KIB),
+              "deregistering took a live block's pages");
         CHECK("resident", resident_pages((void *)(uintptr_t)r->base, r->length) <= stats_of(arena).committed / PAGE,
               "deregistering left pages in memory that no block uses");
         char *again = must_have(jemhooks_calloc(arena, 1, 512 * KIB), "zeroed block");
@@ -230,7 +236,8 @@ static void waiting(void) {
     }
 }
 
-/* ---- what a peer with the key can reach --------------------------------------------------------------------------- */
+/* ---- what a peer with the key can reach ---------------------------------------------------------------------------
+ */
 
 /* The device writes to pages of a registered region in which no block lies; blocks zeroed later must be zero. */
 static void beyond(void) {
@@ -292,9 +299,10 @@ static void purged(void) {
 }
 
 int main(int argc, char **argv) {
-    static const test_case cases[] = {{"registering", registering}, {"failing", failing}, {"deregistering", deregistering},
-                                      {"undying", undying},         {"waiting", waiting}, {"beyond", beyond},
-                                      {"purged", purged},           {NULL, NULL}};
+    static const test_case cases[] = {
+        {"registering", registering}, {"failing", failing}, {"deregistering", deregistering},
+        {"undying", undying},         {"waiting", waiting}, {"beyond", beyond},
+        {"purged", purged},           {NULL, NULL}};
     take_options(argc, argv);
     set_up();
     return run_cases(cases);
