@@ -126,7 +126,7 @@ static int enter(jh_region *r, void *base, size_t length) {
     if (rc) return rc;
     r->outer = outer ? region_of_hot(outer) : NULL;
     if (!outer) return 0;
-    if (!may_lie_in(r->outer, base, length)) {
+    if (!may_lie_in(r->outer, base, length) || length <= 2 * JH_PAGE) {
         jh_pagemap_remove(r->registration.hot, outer);
         return -EEXIST;
     }
@@ -144,13 +144,14 @@ static jh_region *region_open(jh_space *s, size_t length, size_t alignment) {
     if (!base) goto not_mapped;
     if ((err = -jh_pages_init(&r->registration.pages, s->provider, base, length))) goto no_pages;
     r->space = s;
-    r->carved = 0;
     atomic_store(&r->inner, 0);
     r->registration.rails = &s->rails;
     r->registration.live = 0;
     memset(r->registration.hot->user, 0, sizeof r->registration.hot->user);
     publish(r, JEMHOOKS_MAPPED, base, length);
     if ((err = -enter(r, base, length))) goto not_entered;
+    r->carved = r->outer ? JH_PAGE : 0; /* jemalloc finds the block around it by its first and last page: keep off them */
+    r->end = length - r->carved;
     r->next_open = s->open;
     s->open = r;
     r->next = atomic_load(&s->regions);
@@ -229,7 +230,7 @@ int jh_space_map_whole(jh_space *s) {
     if (!s->provider->whole) return 0;
     if (region_open(s, s->provider->whole, JH_PAGE)) return 0;
     int err = atomic_load(&s->map_error);
-    const char *why = err == EEXIST ? "it overlaps another region; it must lie outside of it, or wholly in one live block of it"
+    const char *why = err == EEXIST ? "it overlaps another region; it must lie outside of it, or in one live block of it, with 12 KiB at least"
                       : err == EADDRINUSE ? "its registrar failed to deregister it earlier, so a device may still reach it"
                                           : strerror(err);
     return jh_fail(JEMHOOKS_ERROR_PROVIDER, err, "arena '%s': the %s range of %zu bytes cannot be a region: %s", s->rails.name,
@@ -309,7 +310,7 @@ static void *extent(jh_region *r, size_t at, size_t size, bool *zero, bool *comm
 static bool fits(const jh_region *r, size_t size, size_t alignment, size_t *at) {
     const jemhooks_region *hot = r->registration.hot;
     *at = ((hot->base + r->carved + alignment - 1) & ~(alignment - 1)) - hot->base;
-    return *at <= hot->length && size <= hot->length - *at;
+    return *at <= r->end && size <= r->end - *at;
 }
 
 void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, bool *commit) {
@@ -321,15 +322,15 @@ void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, boo
     jh_region *r, **link = &s->open;
     size_t at = 0;
     while ((r = *link) && !fits(r, size, alignment, &at))
-        if (r->registration.hot->length - r->carved < CRUMB) *link = r->next_open;
+        if (r->end - r->carved < CRUMB) *link = r->next_open;
         else link = &r->next_open;
     if (!r && (r = region_for(s, size, alignment))) {
-        at = 0;
         link = &s->open; /* a new region is its first */
+        fits(r, size, alignment, &at);
     }
     if (r) {
         r->carved = at + size;
-        if (r->carved == r->registration.hot->length) *link = r->next_open;
+        if (r->carved == r->end) *link = r->next_open;
     }
     pthread_mutex_unlock(&s->carve);
     return r ? extent(r, at, size, zero, commit) : NULL;
@@ -340,7 +341,7 @@ void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, boo
     if (!r || r->space != s) return NULL;
     pthread_mutex_lock(&s->carve);
     size_t at = (uintptr_t)address - r->registration.hot->base;
-    bool continues = at == r->carved && size <= r->registration.hot->length - at;
+    bool continues = at == r->carved && size <= r->end - at;
     if (continues) r->carved += size;
     pthread_mutex_unlock(&s->carve);
     return continues ? extent(r, at, size, zero, commit) : NULL;

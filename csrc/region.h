@@ -11,7 +11,7 @@ typedef struct jh_region {
     struct jh_region *next_open;  /* in its space's list of regions with a rest; guarded by space.carve */
     struct jh_region *outer;      /* the region in whose midst this one lies, if any              */
     atomic_uint inner;            /* how many lie in the midst of this one                        */
-    size_t carved;                /* bytes handed to the allocator so far; guarded by space.carve */
+    size_t carved, end;           /* what is left to carve, as offsets; carved is guarded by space.carve */
 } jh_region;
 
 typedef struct jh_space {

@@ -158,7 +158,7 @@ def region(obj: Any) -> Region:
     if not isinstance(arena, Arena):
         raise NotOursError(f"region: address {address:#x} lies in an arena that was not made in Python")
     if arena._pid != os.getpid():
-        raise ForkError(f"region: arena '{arena.name}' was made before the fork and is frozen in this process")
+        raise ForkError(f"region: arena '{arena.name}' was made before the fork and is frozen here; make an arena here")
     if lib.jh_face_enter(arena._face, True):
         raise ClosedError(f"region: arena '{arena.name}' is closed")
     keeper = ffi.gc(ffi.gc(ffi.cast("char *", user[0]), lib.jh_face_leave_region), arena._keeper())

@@ -89,8 +89,8 @@ def solid(obj: Any, writable: bool = False) -> tuple[int, int | None]:
     """
     found = span(obj, writable)
     interface = None if isinstance(obj, (int, np.integer)) else getattr(obj, "__array_interface__", None)
-    strides = interface and interface.get("strides")
-    if strides:
+    strides = interface.get("strides") if interface else None
+    if interface and strides:
         nbytes = np.dtype(interface["typestr"]).itemsize
         for n in interface["shape"]:
             nbytes *= n

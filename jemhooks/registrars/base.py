@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -11,7 +12,7 @@ from typing import Any
 
 from .._native import callbacks, check, ffi, lib
 from ..access import Access
-from ..errors import ClosedError, ConfigError
+from ..errors import ClosedError, ConfigError, ForkError
 from ..sizes import ranged, text
 
 _U64 = 2**64 - 1
@@ -93,11 +94,14 @@ class NativeRegistrar(Registrar):
         out = ffi.new("jemhooks_registrar **")
         check(lib.jemhooks_registrar_open(kind.encode(), config, out))
         # Whoever is in a call holds it too: close() in another thread must not pull it away.
+        self._pid = os.getpid()
         self.name, self._pointer = kind, ffi.gc(out[0], lib.jemhooks_registrar_close)
 
     def _open(self) -> Any:
         """The C registrar. :raises ClosedError:"""
         pointer = self._pointer
+        if self._pid != os.getpid():
+            raise ForkError(f"registrar {self.name} was opened before the fork; open one in this process")
         if pointer is None:
             raise ClosedError(f"registrar {self.name} is closed; open another one")
         return pointer
