@@ -16,7 +16,6 @@
 
 /* Structs come from slabs: first the public halves, 128 bytes each and close together, since look-ups read nothing else;
  * then the private halves in the same order. Either half is found from the other's address. */
-#define CRUMB ((size_t)16 << 10) /* no extent is smaller: a rest below is not looked at again */
 #define SLAB ((size_t)1 << 20)
 #define PER_SLAB (SLAB / (sizeof(jemhooks_region) + sizeof(jh_region)))
 
@@ -230,7 +229,8 @@ int jh_space_map_whole(jh_space *s) {
     if (!s->provider->whole) return 0;
     if (region_open(s, s->provider->whole, JH_PAGE)) return 0;
     int err = atomic_load(&s->map_error);
-    const char *why = err == EEXIST ? "it overlaps another region; it must lie outside of it, or in one live block of it, with 12 KiB at least"
+    const char *why = err == EEXIST ? "it overlaps another region; it must lie outside of it, or in one live block of it and have "
+                                      "12 KiB at least"
                       : err == EADDRINUSE ? "its registrar failed to deregister it earlier, so a device may still reach it"
                                           : strerror(err);
     return jh_fail(JEMHOOKS_ERROR_PROVIDER, err, "arena '%s': the %s range of %zu bytes cannot be a region: %s", s->rails.name,
@@ -322,7 +322,7 @@ void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, boo
     jh_region *r, **link = &s->open;
     size_t at = 0;
     while ((r = *link) && !fits(r, size, alignment, &at))
-        if (r->end - r->carved < CRUMB) *link = r->next_open;
+        if (r->end - r->carved < JH_PAGE) *link = r->next_open; /* nothing left */
         else link = &r->next_open;
     if (!r && (r = region_for(s, size, alignment))) {
         link = &s->open; /* a new region is its first */

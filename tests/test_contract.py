@@ -155,7 +155,7 @@ def test_fixed_ranges(run: Run, conf: str) -> None:
 
 @retain
 def test_lookup(run: Run, conf: str) -> None:
-    passes(run("lookup", count("rounds", 1_000), conf=conf))
+    passes(run("lookup", count("rounds", 600), count("ranges", 10_000 if conf == "retain:true" else 1_000), conf=conf))
 
 
 @retain
@@ -214,7 +214,7 @@ CRASH = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 
 FAULTS = [
     # 1: dalloc opts out
-    fault("dalloc_accepts", "contract case=flat decay=0", "flat account idle", dies_of=CRASH),
+    fault("dalloc_accepts", "contract case=flat decay=0 cycle_ops=2000", "flat account idle", dies_of=CRASH),
     fault(
         "dalloc_accepts", f"contract case=random decay=0 {SMALL}", "account idle", conf="retain:false", dies_of=CRASH
     ),
@@ -230,7 +230,7 @@ FAULTS = [
     fault("give_back_trusted", f"contract case=random decay=0 mlockall=1 {SMALL}", "zero"),
     fault("mark_skipped", "windows case=beyond", "zero"),
     fault("mark_skipped", "storm ops=30000", "zero"),
-    fault("decommit_drops", "storm ops=30000", "stale"),
+    fault("decommit_drops", "storm ops=20000", "stale"),
     # 5: registered pages are never purged
     fault("purge_allowed", "windows case=purged", "stale"),
     # 6: no block in two regions, no extent that cannot be split

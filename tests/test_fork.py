@@ -221,6 +221,7 @@ def test_fork_while_threads_allocate(python: Python, soak: int) -> None:
     null = jh.Null()
     arena = jh.Arena(null, shards=2, dirty_decay_ms=0)
     stop = threading.Event()
+    jh.key(arena.zeros(1))     # all is imported: Python's own import locks do not survive a fork
 
     def busy(i):
         while not stop.is_set():

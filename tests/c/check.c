@@ -215,6 +215,7 @@ void in_child(const char *what, void (*run)(void)) {
     fflush(stdout);
     pid_t child = fork();
     if (!child) {
+        reasons[0].reason = NULL; /* the parent's are not the child's */
         alarm(60);
         run();
         fflush(stdout);

@@ -36,7 +36,7 @@ bool place_side_by_side(void) {
 
 VISIBLE void *mmap(void *address, size_t length, int protection, int flags, int fd, off_t offset) {
     char *place = NULL;
-    if (window && !address && protection == PROT_NONE && flags & MAP_NORESERVE && length > SLOT) {
+    if (window && !address && protection == PROT_NONE && flags & MAP_NORESERVE && length > SLOT && !(length % SLOT)) {
         pthread_mutex_lock(&lock);
         if (length <= (size_t)(window + WINDOW - next)) {
             place = next;
