@@ -23,10 +23,11 @@ from .errors import (
     RegistrationError,
     TransferError,
 )
+from .loader import built
 from .run import bootstrap
 
 if TYPE_CHECKING:
-    from .arena import Arena, Stats
+    from .arena import Arena
     from .block import Block
     from .lookup import Key, Lease, Region, State, key, keys, lease, lkey, region, rkey
     from .providers import Anonymous, Fixed, Provider
@@ -34,9 +35,13 @@ if TYPE_CHECKING:
     from .registrars.fabric import Fabric, Transfer
     from .registrars.null import Null
     from .registrars.uring import Uring
+    from .stats import Stats
+
+    __version__: str
 
 _LAZY = {
-    **dict.fromkeys(("Arena", "Stats"), "arena"),
+    "Arena": "arena",
+    "Stats": "stats",
     "Block": "block",
     **dict.fromkeys(("Anonymous", "Fixed", "Provider"), "providers"),
     **dict.fromkeys(("Key", "Lease", "Region", "State", "key", "keys", "lease", "lkey", "region", "rkey"), "lookup"),
@@ -87,23 +92,24 @@ __all__ = [
 
 
 def build_config() -> dict[str, str]:
-    """What was chosen when jemhooks was configured: {"allocator": "jemalloc", "fabric": "on", …}."""
-    from ._build import BUILD_CONFIG
+    """Say what was chosen when jemhooks was configured: {"allocator": "jemalloc", "fabric": "on", …}.
 
-    return dict(item.split("=", 1) for item in BUILD_CONFIG.split())
+    :raises LoadError: jemhooks is not built.
+    """
+    return dict(item.split("=", 1) for item in built().BUILD_CONFIG.split())
 
 
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from ._build import VERSION
+if not TYPE_CHECKING:  # a type checker knows the names from the imports above
 
-        return VERSION
-    module = _LAZY.get(name)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f".{module}", __name__), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return built().VERSION
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # All at once: a module half imported by another thread would hang a forked child that wants it.
+        modules = {m: import_module(f".{m}", __name__) for m in dict.fromkeys(_LAZY.values())}
+        globals().update({n: getattr(modules[m], n) for n, m in _LAZY.items()})
+        return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from .lifetime import by_address, drain
 from .providers import Provider
 from .registrars.base import Registrar
 from .sizes import LIMIT, ranged, size, text
+from .stats import OF_BLOCKS, Stats
 
 _POLICIES = {"lazy": 0, "eager": 1, "none": 2}  # enum jemhooks_policy
 _DECAY_DEFAULT = -2  # JEMHOOKS_DECAY_DEFAULT
@@ -28,14 +29,6 @@ REGION_DTYPE = np.dtype(
     [(n, "u8") for n in ("base", "length", "committed", "lkey", "rkey", "remote_base", "generation")]
     + [("state", "u4"), ("leases", "u4")]
 )
-_STATS = ("regions", "mapped", "committed", "registered", "registered_peak", "registrations", "deregistrations",
-          "registration_failures", "active", "dirty", "muzzy", "abandoned", "allocated")  # fmt: skip
-_BLOCK_STATS = ("current_bytes", "current_count", "peak_bytes", "peak_count", "total_bytes", "total_count")
-
-Stats = NamedTuple("Stats", [(n, int) for n in _BLOCK_STATS + _STATS])  # type: ignore[misc]
-Stats.__doc__ = """An arena's account: its blocks, in bytes as jemalloc rounds them and in numbers; then its regions.
-
-All in bytes but regions, registrations, deregistrations and registration_failures."""
 
 
 def _registrars(name: str, given: Registrar | Iterable[Registrar]) -> tuple[Registrar, ...]:
@@ -112,11 +105,14 @@ class Arena(Arrays):
         config.muzzy_decay_ms = _decay(muzzy_decay_ms, "muzzy_decay_ms")
         out = ffi.new("jh_face **")
         with ExitStack() as stack:
-            rails = ffi.new("jemhooks_registrar *[]", [stack.enter_context(r._native()) for r in self.registrars])
+            pointers = [
+                stack.enter_context(r._native()) for r in self.registrars
+            ]  # kept, though they be closed meanwhile
+            rails = ffi.new("jemhooks_registrar *[]", pointers)
             config.registrars = rails
-            owner = None if provider is None else provider.owner
+            held = None if provider is None else provider._hold()
             in_python = any(r.in_python for r in self.registrars)
-            check(lib.jh_face_open(config, in_python, 0 if owner is None else id(owner), out))
+            check(lib.jh_face_open(config, in_python, 0 if held is None else id(held), out))
         self._face = out[0]
         self._address = int(ffi.cast("uintptr_t", lib.jh_face_arena(self._face)))
         self._host_accessible = provider is None or provider.host_accessible
@@ -236,4 +232,4 @@ class Arena(Arrays):
             lib.jh_face_get_stats(self._face, blocks)
         finally:
             lib.jh_face_leave(self._face)
-        return Stats(*(getattr(blocks, n) for n in _BLOCK_STATS), *(getattr(native, n) for n in _STATS))
+        return Stats(*(getattr(blocks if i < OF_BLOCKS else native, n) for i, n in enumerate(Stats._fields)))

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from .errors import JemhooksError, LoadError
+from .loader import built
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,9 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         if args.version:
-            from ._build import BUILD_CONFIG, VERSION
-
-            print(f"jemhooks {VERSION} {BUILD_CONFIG}")
+            print(f"jemhooks {built().VERSION} {built().BUILD_CONFIG}")
             return 0
         if args.pkgconfigdir:
             print(_pkgconfigdir())

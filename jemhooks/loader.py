@@ -12,21 +12,30 @@ import struct
 import subprocess
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
+
+from .errors import LoadError
 
 _PT_TLS = 7  # elf.h
 _DEFAULT_SPARE = 512  # glibc.rtld.optional_static_tls as glibc ships it
 TUNABLE = "glibc.rtld.optional_static_tls"
 
 
+def built() -> ModuleType:
+    """What CMake wrote down when jemhooks was built. :raises LoadError: it is not built."""
+    try:
+        from . import _build
+    except ImportError:
+        raise LoadError("jemhooks is not built here; install it with: pip install .") from None
+    return _build
+
+
 def jemalloc_path() -> Path | None:
     """The libjemalloc that the native library is linked with, or None if it is not to be found."""
-    try:
-        from ._build import JEMALLOC_LIBDIR
-    except ImportError:  # not built yet
-        JEMALLOC_LIBDIR = ""
-    configured = Path(JEMALLOC_LIBDIR) / "libjemalloc.so.2"
-    if JEMALLOC_LIBDIR and configured.exists():
-        return configured
+    with suppress(LoadError):
+        folder = built().JEMALLOC_LIBDIR
+        if folder and (Path(folder) / "libjemalloc.so.2").exists():
+            return Path(folder) / "libjemalloc.so.2"
     try:
         cache = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -102,7 +111,7 @@ def explain(failure: ImportError) -> str:
     """Say why the native library did not load, and what to do about it on this machine."""
     text = str(failure)
     if "static TLS" not in text:
-        if "_ffi" in text and "cannot import" in text:
+        if "_ffi" in text and ("cannot import" in text or "No module" in text):
             return f"jemhooks is not built ({text}); install it with: pip install ."
         return f"the native library of jemhooks cannot be loaded: {text}; install the library that it names"
     path = jemalloc_path()

@@ -17,7 +17,11 @@ class Provider:
 
     def __init__(self, pointer: Any, owner: Any = None) -> None:
         self._pointer = ffi.gc(pointer, lib.jemhooks_provider_close)
-        self.owner = owner  #: whose memory it is, if it is an object's
+        self.owner = owner  #: the object whose memory it is, if it is one's
+
+    def _hold(self) -> tuple[Any, ...] | None:
+        """What an arena must keep until it is gone."""
+        return None
 
 
 class Anonymous(Provider):
@@ -76,5 +80,13 @@ class Fixed(Provider):
         config.zeroed = zeroed
         out = ffi.new("jemhooks_provider **")
         check(lib.jemhooks_provider_fixed(config, out))
-        super().__init__(out[0], hold(memory))
+        super().__init__(out[0], memory)
+        self._span = address, have
         self.host_accessible = host_accessible
+
+    def _hold(self) -> tuple[Any, ...] | None:
+        """The object, exporting its buffer, so that it is not resized or closed. :raises ConfigError: it was."""
+        held = hold(self.owner)
+        if span(self.owner, writable=True) != self._span:
+            raise ConfigError(f"the memory of this {type(self.owner).__name__} has moved since Fixed() was given it")
+        return held

@@ -8,12 +8,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .._native import callbacks, check, ffi, lib
 from ..access import Access
 from ..errors import ClosedError, ConfigError, ForkError
 from ..sizes import ranged, text
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _U64 = 2**64 - 1
 _alive: dict[int, Any] = {}  # what C registrars point to, until they are closed
@@ -72,7 +75,7 @@ class Registrar:
         """Refuse new arenas; those that use the registrar go on. Idempotent."""
         self._closed = True
 
-    def __enter__(self) -> Registrar:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

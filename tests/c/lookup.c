@@ -179,7 +179,7 @@ static void nested_refused(void) {
         {"before it", base, 4 * MIB, true},
         {"behind it", base + 8 * MIB, 4 * MIB, true},
         {"a block", block, MIB, true},
-        {"a page of a block", block + 5 * PAGE, PAGE, true},
+        {"some pages of a block", block + 5 * PAGE, 5 * PAGE, true},
     };
     for (size_t i = 0; i < sizeof range / sizeof range[0]; i++) {
         jemhooks_arena *other = try_arena_in(range[i].base, range[i].length);
