@@ -17,6 +17,7 @@
 /* Structs come from slabs: first the public halves, 128 bytes each and close together, since look-ups read nothing else;
  * then the private halves in the same order. Either half is found from the other's address. */
 #define SLAB ((size_t)1 << 20)
+#define GAPS ((size_t)16 << 10) /* bytes of gap structs made at once */
 #define PER_SLAB (SLAB / (sizeof(jemhooks_region) + sizeof(jh_region)))
 
 typedef struct slab {
@@ -27,6 +28,7 @@ typedef struct slab {
 static pthread_mutex_t pool = PTHREAD_MUTEX_INITIALIZER;
 static jh_region *unused;       /* returned ones                                               */
 static jh_region *stranded;     /* ranges that are registered for good, with no arena any more */
+static jh_gap *unused_gaps;
 static slab *newest;
 static size_t taken = PER_SLAB; /* of the newest slab                                          */
 
@@ -34,6 +36,7 @@ static size_t taken = PER_SLAB; /* of the newest slab                           
 static void in_child(void) {
     pthread_mutex_init(&pool, NULL);
     unused = NULL;
+    unused_gaps = NULL;
     taken = PER_SLAB;
 }
 
@@ -80,6 +83,29 @@ static void pool_return(jh_region *r) {
     pthread_mutex_lock(&pool);
     r->next = unused;
     unused = r;
+    pthread_mutex_unlock(&pool);
+}
+
+/* NULL: no memory for it. */
+static jh_gap *gap_take(void) {
+    pthread_mutex_lock(&pool);
+    if (!unused_gaps) {
+        jh_gap *more = (jh_gap *)mmap(NULL, GAPS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        for (size_t i = 0; more != MAP_FAILED && i < GAPS / sizeof *more; i++) {
+            more[i].next = unused_gaps;
+            unused_gaps = &more[i];
+        }
+    }
+    jh_gap *g = unused_gaps;
+    if (g) unused_gaps = g->next;
+    pthread_mutex_unlock(&pool);
+    return g;
+}
+
+static void gap_return(jh_gap *g) {
+    pthread_mutex_lock(&pool);
+    g->next = unused_gaps;
+    unused_gaps = g;
     pthread_mutex_unlock(&pool);
 }
 
@@ -136,6 +162,8 @@ static int enter(jh_region *r, void *base, size_t length) {
 /* Maps a region of at least `length` bytes; the caller holds space.carve or is alone. NULL with space.map_error. */
 static jh_region *region_open(jh_space *s, size_t length, size_t alignment) {
     int err = ENOMEM;
+    jh_gap *gap = gap_take();
+    if (!gap) goto no_gap;
     jh_region *r = pool_take();
     if (!r) goto no_struct;
     void *base = s->provider->ops->map(s->provider, &length, alignment);
@@ -149,10 +177,9 @@ static jh_region *region_open(jh_space *s, size_t length, size_t alignment) {
     memset(r->registration.hot->user, 0, sizeof r->registration.hot->user);
     publish(r, JEMHOOKS_MAPPED, base, length);
     if ((err = -enter(r, base, length))) goto not_entered;
-    r->carved = r->outer ? JH_PAGE : 0; /* jemalloc finds the block around it by its first and last page: keep off them */
-    r->end = length - r->carved;
-    r->next_open = s->open;
-    s->open = r;
+    size_t edge = r->outer ? JH_PAGE : 0; /* jemalloc finds the block around it by its first and last page: keep off them */
+    *gap = (jh_gap){s->gaps, r, edge, length - edge};
+    s->gaps = gap;
     r->next = atomic_load(&s->regions);
     while (!atomic_compare_exchange_weak(&s->regions, &r->next, r)) {}
     atomic_fetch_add(&s->region_count, 1);
@@ -167,6 +194,8 @@ no_pages:
 not_mapped:
     pool_return(r);
 no_struct:
+    gap_return(gap);
+no_gap:
     atomic_store(&s->map_error, err);
     return NULL;
 }
@@ -221,7 +250,7 @@ size_t jh_stranded_bytes(void) {
 
 int jh_space_open(jh_space *s) {
     atomic_init(&s->regions, NULL);
-    s->open = NULL;
+    s->gaps = NULL;
     return -pthread_mutex_init(&s->carve, NULL);
 }
 
@@ -250,6 +279,11 @@ int jh_space_close(jh_space *s) {
             strand(r);
         }
         r = next;
+    }
+    while (s->gaps) {
+        jh_gap *gap = s->gaps;
+        s->gaps = gap->next;
+        gap_return(gap);
     }
     pthread_mutex_destroy(&s->carve);
     return first;
@@ -306,11 +340,33 @@ static void *extent(jh_region *r, size_t at, size_t size, bool *zero, bool *comm
     return pages->base + at;
 }
 
-/* Can [*at, *at + size) be carved from the rest of r? */
-static bool fits(const jh_region *r, size_t size, size_t alignment, size_t *at) {
-    const jemhooks_region *hot = r->registration.hot;
-    *at = ((hot->base + r->carved + alignment - 1) & ~(alignment - 1)) - hot->base;
-    return *at <= r->end && size <= r->end - *at;
+/* Can [*at, *at + size) be carved from the gap? */
+static bool fits(const jh_gap *g, size_t size, size_t alignment, size_t *at) {
+    uintptr_t base = g->region->registration.hot->base;
+    *at = ((base + g->at + alignment - 1) & ~(alignment - 1)) - base;
+    return *at <= g->end && size <= g->end - *at;
+}
+
+/* Where the smallest gap is linked that it can be carved from; NULL: there is none. */
+static jh_gap **best_gap(jh_space *s, size_t size, size_t alignment) {
+    jh_gap **best = NULL;
+    size_t at;
+    for (jh_gap **link = &s->gaps; *link; link = &(*link)->next)
+        if (fits(*link, size, alignment, &at) && (!best || (*link)->end - (*link)->at < (*best)->end - (*best)->at)) best = link;
+    return best;
+}
+
+/* Takes [at, at + size) out of the gap linked there; what is before and after it stays. */
+static void take_from_gap(jh_gap **link, size_t at, size_t size) {
+    jh_gap *g = *link, *before = at > g->at ? gap_take() : NULL;
+    if (before) {
+        *before = (jh_gap){g->next, g->region, g->at, at};
+        g->next = before;
+    }
+    g->at = at + size;
+    if (g->at < g->end) return;
+    *link = g->next;
+    gap_return(g);
 }
 
 void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, bool *commit) {
@@ -318,19 +374,14 @@ void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, boo
         atomic_store(&s->map_error, size > s->region_limit ? E2BIG : EOPNOTSUPP);
         return NULL;
     }
-    pthread_mutex_lock(&s->carve);
-    jh_region *r, **link = &s->open;
+    jh_region *r = NULL;
     size_t at = 0;
-    while ((r = *link) && !fits(r, size, alignment, &at))
-        if (r->end - r->carved < JH_PAGE) *link = r->next_open; /* nothing left */
-        else link = &r->next_open;
-    if (!r && (r = region_for(s, size, alignment))) {
-        link = &s->open; /* a new region is its first */
-        fits(r, size, alignment, &at);
-    }
-    if (r) {
-        r->carved = at + size;
-        if (r->carved == r->end) *link = r->next_open;
+    pthread_mutex_lock(&s->carve);
+    jh_gap **link = best_gap(s, size, alignment);
+    if (!link && region_for(s, size, alignment)) link = best_gap(s, size, alignment);
+    if (link && fits(*link, size, alignment, &at)) {
+        r = (*link)->region;
+        take_from_gap(link, at, size);
     }
     pthread_mutex_unlock(&s->carve);
     return r ? extent(r, at, size, zero, commit) : NULL;
@@ -339,12 +390,14 @@ void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, boo
 void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, bool *commit) {
     jh_region *r = jh_region_at(address);
     if (!r || r->space != s) return NULL;
-    pthread_mutex_lock(&s->carve);
     size_t at = (uintptr_t)address - r->registration.hot->base;
-    bool continues = at == r->carved && size <= r->end - at;
-    if (continues) r->carved += size;
+    pthread_mutex_lock(&s->carve);
+    jh_gap **link = &s->gaps;
+    while (*link && ((*link)->region != r || (*link)->at != at || size > (*link)->end - at)) link = &(*link)->next;
+    bool found = *link;
+    if (found) take_from_gap(link, at, size);
     pthread_mutex_unlock(&s->carve);
-    return continues ? extent(r, at, size, zero, commit) : NULL;
+    return found ? extent(r, at, size, zero, commit) : NULL;
 }
 
 void jh_region_commit(jh_region *r, void *address, size_t length) {

@@ -8,11 +8,16 @@ typedef struct jh_region {
     jh_registration registration;
     struct jh_space *space;
     struct jh_region *next;       /* in its space, newest first; or in the pool of unused structs */
-    struct jh_region *next_open;  /* in its space's list of regions with a rest; guarded by space.carve */
     struct jh_region *outer;      /* the region in whose midst this one lies, if any              */
     atomic_uint inner;            /* how many lie in the midst of this one                        */
-    size_t carved, end;           /* what is left to carve, as offsets; carved is guarded by space.carve */
 } jh_region;
+
+/* A part of a region, [at, end) as offsets, that was never handed to the allocator. */
+typedef struct jh_gap {
+    struct jh_gap *next;          /* in its space, or in the pool of unused structs */
+    jh_region *region;
+    size_t at, end;
+} jh_gap;
 
 typedef struct jh_space {
     jemhooks_arena *arena;
@@ -20,9 +25,9 @@ typedef struct jh_space {
     jh_rails rails;
     size_t region_max;            /* the growth of regions ends here; larger extents get their own */
     size_t region_limit;          /* no region is larger: what the registrars accept; SIZE_MAX: any */
-    pthread_mutex_t carve;        /* short; guards growth and every region's carved                */
+    pthread_mutex_t carve;        /* short; guards growth and gaps                                 */
     size_t growth;                /* smaller extents share a region of this length; from region_min, doubling, to region_max */
-    jh_region *open;              /* regions of which a rest can still be carved                  */
+    jh_gap *gaps;                 /* what can still be carved                                     */
     _Atomic(jh_region *) regions; /* grows at its head only, until the space is closed             */
     atomic_size_t region_count, mapped;
     atomic_int map_error;         /* errno of the last refusal, for the message                   */
@@ -45,7 +50,7 @@ size_t jh_stranded_bytes(void);
 /* For hooks. */
 /* A new extent of `size` bytes: a new region, or the rest of one. Committed if *commit, zero if *zero. NULL: refused. */
 void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, bool *commit);
-/* The same at exactly `address`, only where it continues what was carved last from its region. */
+/* The same at exactly `address`, only where a gap begins there. */
 void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, bool *commit);
 void jh_region_commit(jh_region *r, void *address, size_t length);
 void jh_region_decommit(jh_region *r, void *address, size_t length);

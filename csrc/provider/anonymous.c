@@ -53,7 +53,7 @@ static void *map(jemhooks_provider *p, size_t *length, size_t alignment) {
     char *room = mmap(NULL, span + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (room == MAP_FAILED) return NULL;
     char *base = (char *)rounded((uintptr_t)room, alignment);
-    if (JH_FAULT(alignment_small)) base += JH_PAGE, span -= JH_SLOT;
+    if (JH_FAULT(alignment_small)) base += JH_PAGE;
     void *got = mmap(base, span, PROT_READ | PROT_WRITE, flags | MAP_FIXED, -1, 0);
     int err = errno;
     if (got != MAP_FAILED && prepare(a, base, span)) {

@@ -160,7 +160,8 @@ static void nested_whole(void) {
 /* A region may lie wholly in one live block of another arena, or outside of it, but not in part or around it. */
 static void nested_refused(void) {
     char *base = map_aligned(HELD, PROT_READ | PROT_WRITE);
-    jemhooks_arena *a = arena_in(base + 4 * MIB, 4 * MIB);
+    jemhooks_provider *middle = fixed_range(base + 4 * MIB, 4 * MIB, true, false);
+    jemhooks_arena *a = arena_on(middle, NULL, 0);
     char *block = must_have(jemhooks_aligned_alloc(a, PAGE, MIB), "block");
     const struct {
         const char *what;
@@ -181,6 +182,7 @@ static void nested_refused(void) {
         {"a block", block, MIB, true},
         {"some pages of a block", block + 5 * PAGE, 5 * PAGE, true},
     };
+    MUST(jemhooks_trim(a, NULL));
     for (size_t i = 0; i < sizeof range / sizeof range[0]; i++) {
         jemhooks_arena *other = try_arena_in(range[i].base, range[i].length);
         CHECK("overlap", !other == !range[i].allowed, "%s: an arena was %s", range[i].what,
@@ -194,6 +196,7 @@ static void nested_refused(void) {
     }
     MUST(jemhooks_free(block));
     arena_end(a);
+    jemhooks_provider_close(middle);
     munmap(base, HELD);
 }
 
