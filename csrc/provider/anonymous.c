@@ -47,13 +47,13 @@ static void *map(jemhooks_provider *p, size_t *length, size_t alignment) {
         errno = ENOMEM;
         return NULL;
     }
-    if (JH_FAULT(alignment_small)) alignment = JH_PAGE;
+    if (JH_FAULT(alignment_small)) alignment = 2 * JH_PAGE;
     /* Reserve with room to align, then put the real mapping on the aligned part: a hugetlb mapping cannot be trimmed
      * below its page, and one that fails must fail here, not at the first touch. */
     char *room = mmap(NULL, span + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (room == MAP_FAILED) return NULL;
     char *base = (char *)rounded((uintptr_t)room, alignment);
-    if (JH_FAULT(alignment_small)) base += JH_PAGE;
+    if (JH_FAULT(alignment_small) && !((uintptr_t)base % JH_SLOT)) base += JH_PAGE;
     void *got = mmap(base, span, PROT_READ | PROT_WRITE, flags | MAP_FIXED, -1, 0);
     int err = errno;
     if (got != MAP_FAILED && prepare(a, base, span)) {

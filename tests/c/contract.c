@@ -28,7 +28,6 @@ typedef struct block {
 static jemhooks_registrar *null;
 static jemhooks_arena *arena[ARENAS];
 static block table[WORKERS][BLOCKS];
-static unsigned longest_shift = LONGEST_ALIGNMENT_SHIFT;
 static pthread_barrier_t turn;
 static long ops, seed, decay;
 static size_t region_max;
@@ -83,7 +82,7 @@ static void own(block *b, void *p, size_t size, dice *d) {
 
 static void make(block *b, dice *d) {
     jemhooks_arena *a = arena[arena_index(b)];
-    size_t size = random_size(d), alignment = (size_t)1 << (12 + roll_below(d, longest_shift - 11));
+    size_t size = random_size(d), alignment = (size_t)1 << (12 + roll_below(d, LONGEST_ALIGNMENT_SHIFT - 11));
     size_t kind = roll_below(d, 16);
     void *p;
     if (kind < 7) p = jemhooks_alloc(a, size);
@@ -204,12 +203,9 @@ static void random_load(void) {
 
 /* ---- what a load leaves behind ----------------------------------------------------------------------------------- */
 
-/* The same work again and again needs no more address space, once the arenas have grown to it. Without opt.retain that is
- * not so for alignments above a page: jemalloc lets other blocks have the aligned places and asks for new ones. */
+/* The same work again and again needs no more address space, once the arenas have grown to it. */
 static void flat(void) {
     enum { ROUNDS = 12 };
-    const char *conf = getenv("MALLOC_CONF");
-    if (conf && strstr(conf, "retain:false")) longest_shift = 12;
     long each = option("cycle_ops", 6000);
     size_t mapped[ROUNDS];
     create_arenas();
@@ -231,7 +227,6 @@ static void flat(void) {
     figure("flat_mib", (double)(all >> 20));
     check_all();
     for (int i = 0; i < ARENAS; i++) arena_end(arena[i]);
-    longest_shift = LONGEST_ALIGNMENT_SHIFT;
 }
 
 /* Many small extents: few regions, none above region_max; then one block above it. */

@@ -63,7 +63,7 @@ static void load(void) {
     ssize_t uaf = -1; /* from 5.3 on, freed blocks may be filled to detect their use */
     size = sizeof uaf;
     if (je_mallctl("opt.lg_san_uaf_align", &uaf, &size, NULL, 0)) uaf = -1;
-    jh_jemalloc.touches = junk() || option("opt.zero") || uaf >= 0;
+    jh_jemalloc.touches = junk() || option("opt.zero") || option("config.debug") || uaf >= 0;
 }
 
 int jh_ctl_load(void) {

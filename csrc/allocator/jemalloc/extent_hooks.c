@@ -43,6 +43,7 @@ static void *hook_alloc(jh_extent_hooks *hooks, void *new_addr, size_t size, siz
     if (frozen(hooks)) return NULL;
     /* Both set means metadata there: extents are asked for uncommitted. */
     if (!jh_jemalloc.metadata_outside && *zero && *commit && !JH_FAULT(metadata_inside)) return metadata(size, alignment);
+    if (!jh_jemalloc.retain && alignment > JH_PAGE && !atomic_load(&shard->aligned)) return NULL; /* see alloc_aligned() */
     if (size > atomic_load_explicit(&shard->bound, memory_order_relaxed)) return NULL;
     return new_addr ? jh_space_carve_at(shard->space, new_addr, size, zero, commit)
                     : jh_space_carve(shard->space, size, alignment, zero, commit);

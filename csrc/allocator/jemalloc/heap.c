@@ -3,11 +3,24 @@
 #include "jemalloc.h"
 #include "../../error.h"
 #include "../../fault.h"
+#include "../../pagemap.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #define NEVER ((size_t)1 << 40) /* an oversize threshold that no allocation reaches; 0 would not switch it off */
+
+/* Before 5.3 jemalloc merges an ending arena's statistics without its control lock, so two ends, or an end and an epoch, at
+ * once crash. Held around jemalloc's calls, never taken in a hook. */
+static pthread_mutex_t ends = PTHREAD_MUTEX_INITIALIZER;
+
+static void in_child(void) {
+    pthread_mutex_init(&ends, NULL);
+}
+
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, in_child);
+}
 
 int jh_heap_prepare(jh_space *space) {
     int rc = jh_ctl_load();
@@ -107,32 +120,67 @@ static unsigned bound_threads(jh_heap *heap) {
     return sum_of;
 }
 
-int jh_heap_destroy(jh_heap *heap) {
+/* May the heap be destroyed? -EBUSY, recorded. An epoch looks at all arenas there are, so it is asked for only if needed. */
+static int check_unused(jh_heap *heap) {
     const char *name = heap->space->rails.name;
-    jh_tcache_end_all(heap);
-    jh_ctl_epoch();
-    size_t active = sum(heap, JH_CTL_PACTIVE) * page_size();
-    if (active)
-        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': blocks in %zu bytes of pages are still allocated; free them "
-                       "before destroying it", name, active);
+    if (jh_space_committed(heap->space)) {
+        jh_ctl_epoch();
+        size_t active = sum(heap, JH_CTL_PACTIVE) * page_size();
+        if (active)
+            return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': blocks in %zu bytes of pages are still allocated; free them "
+                           "before destroying it", name, active);
+    }
     unsigned threads = bound_threads(heap);
     if (threads)
         return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': %u threads are bound to it by jemalloc's thread.arena; bind them "
                        "to another arena before destroying it", name, threads);
-    if (end_shards(heap))
-        return jh_fail(JEMHOOKS_ERROR_BUSY, EIO, "arena '%s': jemalloc refused to destroy it; its memory stays mapped for good",
-                       name);
     return 0;
 }
 
+int jh_heap_destroy(jh_heap *heap) {
+    const char *name = heap->space->rails.name;
+    jh_tcache_end_all(heap);
+    pthread_mutex_lock(&ends);
+    int rc = check_unused(heap), refused = rc ? 0 : end_shards(heap);
+    pthread_mutex_unlock(&ends);
+    if (refused)
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EIO, "arena '%s': jemalloc refused to destroy it; its memory stays mapped for good",
+                       name);
+    return rc;
+}
+
 /* A jemalloc without a growth limit of its own is refused extents beyond region_max, which it then asks for exactly; while
- * a block that large is being allocated they must pass. */
-static void *alloc_large(jh_heap *heap, size_t size, int flags) {
+ * a block that large is being allocated, an extent for it must pass. */
+static void *alloc_large(jh_heap *heap, size_t size, size_t alignment, int flags) {
+    size_t need = size + size / 4 + alignment + ((size_t)64 << 10); /* size class, alignment and cache-index padding */
     atomic_fetch_add(&heap->large, 1);
-    for (unsigned i = 0; i < heap->shards; i++) atomic_store(&heap->shard[i].bound, SIZE_MAX);
+    for (unsigned i = 0; i < heap->shards; i++) {
+        size_t bound = atomic_load(&heap->shard[i].bound);
+        while (bound < need && !atomic_compare_exchange_weak(&heap->shard[i].bound, &bound, need)) {}
+    }
     void *p = je_mallocx(size, flags);
     if (atomic_fetch_sub(&heap->large, 1) == 1)
         for (unsigned i = 0; i < heap->shards; i++) atomic_store(&heap->shard[i].bound, heap->space->region_max);
+    return p;
+}
+
+/* Without opt.retain jemalloc would ask for each over-aligned extent anew, and use it for anything afterwards: the hook
+ * refuses that. Here is room for one, which jemalloc then finds among its own, unless other threads are always quicker. */
+static void *alloc_aligned(jh_heap *heap, size_t size, size_t alignment, int flags) {
+    jh_shard *shard = &heap->shard[0];
+    int plain = MALLOCX_ARENA(shard->index) | MALLOCX_TCACHE_NONE;
+    flags = (flags & (MALLOCX_LG_ALIGN(63) | MALLOCX_ZERO)) | plain;
+    void *p = NULL;
+    for (int tries = 0; !p && tries < 4; tries++) {
+        void *room = je_mallocx(size + alignment, plain);
+        if (!room) return NULL;
+        je_dallocx(room, MALLOCX_TCACHE_NONE);
+        p = je_mallocx(size, flags);
+    }
+    if (p) return p;
+    atomic_fetch_add(&shard->aligned, 1);
+    p = je_mallocx(size, flags);
+    atomic_fetch_sub(&shard->aligned, 1);
     return p;
 }
 
@@ -141,7 +189,8 @@ void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jem
     /* Before 5.3 jemalloc clears by MADV_DONTNEED, past every hook. */
     if (zero && jh_jemalloc.metadata_outside) flags |= MALLOCX_ZERO;
     bool large = !jh_jemalloc.bounds_growth && size + alignment > heap->space->region_max / 2;
-    void *p = large ? alloc_large(heap, size, flags) : je_mallocx(size, flags);
+    void *p = large ? alloc_large(heap, size, alignment, flags) : je_mallocx(size, flags);
+    if (!p && alignment > JH_PAGE && !jh_jemalloc.retain) p = alloc_aligned(heap, size, alignment, flags);
     if (!p) return NULL;
     *region = jemhooks_region_of(p);
     if (!*region || (*region)->arena != heap->space->arena) { /* late in a thread's exit jemalloc answers from arena 0 */
@@ -174,7 +223,9 @@ void jh_heap_purge(jh_heap *heap, bool flush) {
 
 void jh_heap_stats(jh_heap *heap, jemhooks_stats *stats) {
     size_t page = page_size();
+    pthread_mutex_lock(&ends);
     jh_ctl_epoch();
+    pthread_mutex_unlock(&ends);
     stats->active = sum(heap, JH_CTL_PACTIVE) * page;
     stats->dirty = sum(heap, JH_CTL_PDIRTY) * page;
     stats->muzzy = sum(heap, JH_CTL_PMUZZY) * page;

@@ -67,6 +67,7 @@ typedef struct jh_shard {
     jh_space *space;
     unsigned index;
     atomic_size_t bound;   /* larger extents are refused; jemalloc then asks for the exact size. SIZE_MAX if it bounds itself */
+    atomic_uint aligned;   /* allocations for which over-aligned extents pass though opt.retain is off */
 } jh_shard;
 
 extern const jh_extent_hooks jh_extent_hooks_5;
