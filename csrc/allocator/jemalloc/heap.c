@@ -149,9 +149,10 @@ int jh_heap_destroy(jh_heap *heap) {
     return rc;
 }
 
-/* A jemalloc without a growth limit of its own is refused extents beyond region_max, which it then asks for exactly; while
- * a block that large is being allocated, an extent for it must pass. */
-static void *alloc_large(jh_heap *heap, size_t size, size_t alignment, int flags) {
+/* mallocx. A jemalloc without a growth limit of its own is refused extents beyond region_max, which it then asks for
+ * exactly; while a block that large is being allocated, an extent for it must pass. */
+static void *obtain(jh_heap *heap, size_t size, size_t alignment, int flags) {
+    if (jh_jemalloc.bounds_growth || size + alignment <= heap->space->region_max / 2) return je_mallocx(size, flags);
     size_t need = size + size / 4 + alignment + ((size_t)64 << 10); /* size class, alignment and cache-index padding */
     atomic_fetch_add(&heap->large, 1);
     for (unsigned i = 0; i < heap->shards; i++) {
@@ -172,14 +173,14 @@ static void *alloc_aligned(jh_heap *heap, size_t size, size_t alignment, int fla
     flags = (flags & (MALLOCX_LG_ALIGN(63) | MALLOCX_ZERO)) | plain;
     void *p = NULL;
     for (int tries = 0; !p && tries < 4; tries++) {
-        void *room = je_mallocx(size + alignment, plain);
+        void *room = obtain(heap, size + alignment, 1, plain);
         if (!room) return NULL;
         je_dallocx(room, MALLOCX_TCACHE_NONE);
-        p = je_mallocx(size, flags);
+        p = obtain(heap, size, alignment, flags);
     }
     if (p) return p;
     atomic_fetch_add(&shard->aligned, 1);
-    p = je_mallocx(size, flags);
+    p = obtain(heap, size, alignment, flags);
     atomic_fetch_sub(&shard->aligned, 1);
     return p;
 }
@@ -188,8 +189,7 @@ void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jem
     int flags = jh_tcache_flags(heap) | MALLOCX_LG_ALIGN(__builtin_ctzl(alignment));
     /* Before 5.3 jemalloc clears by MADV_DONTNEED, past every hook. */
     if (zero && jh_jemalloc.metadata_outside) flags |= MALLOCX_ZERO;
-    bool large = !jh_jemalloc.bounds_growth && size + alignment > heap->space->region_max / 2;
-    void *p = large ? alloc_large(heap, size, alignment, flags) : je_mallocx(size, flags);
+    void *p = obtain(heap, size, alignment, flags);
     if (!p && alignment > JH_PAGE && !jh_jemalloc.retain) p = alloc_aligned(heap, size, alignment, flags);
     if (!p) return NULL;
     *region = jemhooks_region_of(p);
