@@ -3,6 +3,7 @@
 #ifndef JEMHOOKS_REGISTRAR_FABRIC_H
 #define JEMHOOKS_REGISTRAR_FABRIC_H
 
+#include <stdbool.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -34,6 +35,9 @@ extern const jemhooks_host *fabric_host;
 
 /* The errno, negated, for a libfabric error of either sign. */
 int fabric_errno(int64_t error);
+
+/* Could it be an address of this provider? */
+bool fabric_is_address(const fabric_registrar *f, const char *address, size_t length);
 
 /* The table of transfers. Closed after ep, which ends those under way. 0 or -errno with a text. */
 int endpoint_open(fabric_registrar *f, unsigned max_outstanding);

@@ -71,7 +71,7 @@ struct endpoint {
     operation *operations;
     uint32_t count, outstanding;
     fi_addr_t *peers;
-    size_t peer_count, peer_room;
+    size_t peer_count;
 };
 
 static int64_t now(void) {
@@ -388,17 +388,9 @@ int endpoint_progress(void *self, int timeout_ms) {
     return 0;
 }
 
-/* libfabric reads as many bytes as its addresses have, whatever it is given. */
-static bool is_address(endpoint *e, const char *address, size_t length) {
-    if (e->fabric->info->addr_format == FI_ADDR_STR) return length && !address[length - 1];
-    size_t own = 0;
-    fi_getname(&e->fabric->ep->fid, NULL, &own);
-    return length == own;
-}
-
 int endpoint_connect(void *self, const void *address, size_t length, uint64_t *peer) {
     endpoint *e = ((fabric_registrar *)self)->endpoint;
-    if (!is_address(e, address, length)) {
+    if (!fabric_is_address(e->fabric, address, length)) {
         fabric_host->set_error("fabric: connecting to an address of %zu bytes: not one that provider %s gives; pass "
                                "what the peer's jemhooks_fabric_address() returned, and use the same provider on both "
                                "sides", length, provider_name(e));
@@ -406,14 +398,9 @@ int endpoint_connect(void *self, const void *address, size_t length, uint64_t *p
     }
     int result = 1;
     pthread_mutex_lock(&e->lock);
-    if (e->peer_count == e->peer_room) {
-        size_t room = e->peer_room ? 2 * e->peer_room : 16;
-        fi_addr_t *peers = realloc(e->peers, room * sizeof *peers);
-        if (peers) {
-            e->peers = peers;
-            e->peer_room = room;
-        } else result = -FI_ENOMEM;
-    }
+    fi_addr_t *peers = realloc(e->peers, (e->peer_count + 1) * sizeof *peers);
+    if (peers) e->peers = peers;
+    else result = -FI_ENOMEM;
     if (result == 1) result = fi_av_insert(e->fabric->av, address, 1, &e->peers[e->peer_count], 0, NULL);
     if (result == 1) *peer = e->peer_count++;
     pthread_mutex_unlock(&e->lock);
