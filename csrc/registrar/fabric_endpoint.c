@@ -12,7 +12,6 @@
 #include <rdma/fi_cm.h>
 #include <rdma/fi_eq.h>
 #include <rdma/fi_rma.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -396,11 +395,10 @@ int endpoint_connect(void *self, const void *address, size_t length, uint64_t *p
                                "sides", length, provider_name(e));
         return -EINVAL;
     }
-    int result = 1;
     pthread_mutex_lock(&e->lock);
     fi_addr_t *peers = realloc(e->peers, (e->peer_count + 1) * sizeof *peers);
+    int result = peers ? 1 : -FI_ENOMEM;
     if (peers) e->peers = peers;
-    else result = -FI_ENOMEM;
     if (result == 1) result = fi_av_insert(e->fabric->av, address, 1, &e->peers[e->peer_count], 0, NULL);
     if (result == 1) *peer = e->peer_count++;
     pthread_mutex_unlock(&e->lock);
