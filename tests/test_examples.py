@@ -21,7 +21,7 @@ def rma(python: Python, root: Path, *args: str, **more: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("provider", "policy"),
-    [("tcp", "lazy"), ("tcp", "eager"), ("sockets", "lazy"), ("sockets", "eager"), ("net", "lazy")],
+    [("tcp", "eager"), ("sockets", "eager"), ("tcp", "lazy"), ("sockets", "lazy")],
 )
 def test_fabric_rma(python: Python, root: Path, provider: str, policy: str) -> None:
     done = rma(python, root, "--provider", provider, "--policy", policy, "--size", "300000", "--count", "120")

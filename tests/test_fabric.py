@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import gc
 import json
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from conftest import Python, Resources
 
 pytestmark = pytest.mark.fabric
-PROVIDERS = ("tcp", "sockets", "net")
+# "net" became "tcp" in libfabric 1.18
+PROVIDERS = (
+    ("tcp", "sockets", "net") if ctypes.CDLL("libfabric.so.1").fi_version() < 1 << 16 | 18 else ("tcp", "sockets")
+)
 COUNT, NBYTES = 6, 700_000
 WAIT = 20.0
 

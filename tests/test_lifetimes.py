@@ -212,6 +212,31 @@ AT_EVERY_MOMENT = """
             sys.settrace(None)
         return seen[0] >= at
 
+    if sys.version_info >= (3, 12):          # settrace() does not tell of every bytecode there
+        watch = sys.monitoring
+        watch.use_tool_id(watch.PROFILER_ID, "intruder")
+        def watch_all(events):
+            for code in codes:
+                watch.set_local_events(watch.PROFILER_ID, code, events)
+        def with_intruder(at, call, intrude):
+            seen = [0]
+            def instruction(code, offset):
+                seen[0] += 1
+                if seen[0] == at:
+                    watch_all(0)
+                    globals()["where"] = f"{code.co_name}+{offset}"
+                    intrude()
+            watch.register_callback(watch.PROFILER_ID, watch.events.INSTRUCTION, instruction)
+            watch_all(watch.events.INSTRUCTION)
+            try:
+                call()
+            except (jh.ClosedError, jh.NotOursError):
+                pass
+            finally:
+                watch_all(0)
+                watch.register_callback(watch.PROFILER_ID, watch.events.INSTRUCTION, None)  # it holds intrude
+            return seen[0] >= at
+
     null = jh.Null()
     def scenario(name):
         if name.startswith("registrar"):

@@ -1,6 +1,7 @@
 /* anonymous.c - private anonymous memory: ordinary, transparent huge or hugetlb pages, on one NUMA node if wanted.
  * A mapping starts on 2 MiB (or on its huge page) and takes whole 2 MiB of address space, so that no stranger's mapping
- * shares a pagemap slot with it; only the asked-for part belongs to the region.
+ * shares a pagemap slot with it; only the asked-for part belongs to the region, and only that can be touched: a huge page
+ * across the region's end would stay in memory when the region is given back.
  * hugetlb pages are never given back: the kernel rounds such a madvise down and still says that it was done.
  * Concurrency: no state but the config; every call may run at any time. */
 #include "provider.h"
@@ -54,9 +55,9 @@ static void *map(jemhooks_provider *p, size_t *length, size_t alignment) {
     if (room == MAP_FAILED) return NULL;
     char *base = (char *)rounded((uintptr_t)room, alignment);
     if (JH_FAULT(alignment_small) && !((uintptr_t)base % JH_SLOT)) base += JH_PAGE;
-    void *got = mmap(base, span, PROT_READ | PROT_WRITE, flags | MAP_FIXED, -1, 0);
+    void *got = mmap(base, usable, PROT_READ | PROT_WRITE, flags | MAP_FIXED, -1, 0);
     int err = errno;
-    if (got != MAP_FAILED && prepare(a, base, span)) {
+    if (got != MAP_FAILED && prepare(a, base, usable)) {
         err = errno;
         got = MAP_FAILED;
     }
