@@ -107,8 +107,7 @@ def sdist(builder: str, root: Path, tmp_path_factory: pytest.TempPathFactory) ->
 def source(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The unpacked source distribution: all else is built from it, which shows that it is complete."""
     home = tmp_path_factory.mktemp("source")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(home, filter="data")
+    shutil.unpack_archive(sdist, home, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     return next(home.iterdir())
 
 
