@@ -15,7 +15,6 @@ static const char *const names[JH_CTL_COUNT] = {
     [JH_CTL_MUZZY_DECAY] = "arena.0.muzzy_decay_ms",
     [JH_CTL_OVERSIZE] = "arena.0.oversize_threshold",
     [JH_CTL_GROW_LIMIT] = "arena.0.retain_grow_limit",
-    [JH_CTL_NTHREADS] = "stats.arenas.0.nthreads",
     [JH_CTL_PACTIVE] = "stats.arenas.0.pactive",
     [JH_CTL_PDIRTY] = "stats.arenas.0.pdirty",
     [JH_CTL_PMUZZY] = "stats.arenas.0.pmuzzy",

@@ -68,11 +68,15 @@ static int start_shard(jh_shard *shard, jh_space *space, const jemhooks_config *
     return rc;
 }
 
-/* Destroys the jemalloc arenas. -EIO: jemalloc refused one, whose hooks must live on: the heap is then not freed. */
+/* Destroys the jemalloc arenas. -EBUSY: jemalloc refused the first, and nothing has changed; -EIO: it refused a later one,
+ * whose hooks must live on: the heap is then not freed. */
 static int end_shards(jh_heap *heap) {
     int rc = 0;
-    for (unsigned i = 0; i < heap->shards; i++)
-        if (jh_ctl_arena(JH_CTL_DESTROY, heap->shard[i].index, NULL, NULL, NULL, 0)) rc = -EIO;
+    for (unsigned i = 0; i < heap->shards; i++) {
+        if (!jh_ctl_arena(JH_CTL_DESTROY, heap->shard[i].index, NULL, NULL, NULL, 0)) continue;
+        if (!i) return -EBUSY;
+        rc = -EIO;
+    }
     if (rc) return rc;
     jh_tcache_leave(heap);
     free(heap);
@@ -109,44 +113,30 @@ static size_t page_size(void) {
     return page;
 }
 
-/* Threads that the user bound to one of the heap's arenas by thread.arena; jemalloc does not destroy it under them. */
-static unsigned bound_threads(jh_heap *heap) {
-    unsigned sum_of = 0;
-    for (unsigned i = 0; i < heap->shards; i++) {
-        unsigned n = 0;
-        size_t size = sizeof n;
-        if (!jh_ctl_arena(JH_CTL_NTHREADS, heap->shard[i].index, &n, &size, NULL, 0)) sum_of += n;
-    }
-    return sum_of;
-}
-
-/* May the heap be destroyed? -EBUSY, recorded. An epoch looks at all arenas there are, so it is asked for only if needed. */
-static int check_unused(jh_heap *heap) {
-    const char *name = heap->space->rails.name;
-    if (jh_space_committed(heap->space)) {
-        jh_ctl_epoch();
-        size_t active = sum(heap, JH_CTL_PACTIVE) * page_size();
-        if (active)
-            return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': blocks in %zu bytes of pages are still allocated; free them "
-                           "before destroying it", name, active);
-    }
-    unsigned threads = bound_threads(heap);
-    if (threads)
-        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': %u threads are bound to it by jemalloc's thread.arena; bind them "
-                       "to another arena before destroying it", name, threads);
-    return 0;
+/* Bytes of pages in use. An epoch looks at all arenas there are, so it is asked for only if needed. */
+static size_t in_use(jh_heap *heap) {
+    if (!jh_space_committed(heap->space)) return 0;
+    jh_ctl_epoch();
+    return sum(heap, JH_CTL_PACTIVE) * page_size();
 }
 
 int jh_heap_destroy(jh_heap *heap) {
     const char *name = heap->space->rails.name;
     jh_tcache_end_all(heap);
     pthread_mutex_lock(&ends);
-    int rc = check_unused(heap), refused = rc ? 0 : end_shards(heap);
+    size_t active = in_use(heap);
+    int rc = active ? 0 : end_shards(heap);
     pthread_mutex_unlock(&ends);
-    if (refused)
-        return jh_fail(JEMHOOKS_ERROR_BUSY, EIO, "arena '%s': jemalloc refused to destroy it; its memory stays mapped for good",
-                       name);
-    return rc;
+    if (active)
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': blocks in %zu bytes of pages are still allocated; free them "
+                       "before destroying it", name, active);
+    if (rc == -EBUSY)
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': jemalloc refuses to destroy it, since threads are bound to it by "
+                       "thread.arena; bind them to another arena before destroying it", name);
+    if (rc)
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EIO, "arena '%s': jemalloc refused to destroy some of its shards, since threads are "
+                       "bound to them by thread.arena; their memory stays mapped for good", name);
+    return 0;
 }
 
 /* mallocx. A jemalloc without a growth limit of its own is refused extents beyond region_max, which it then asks for

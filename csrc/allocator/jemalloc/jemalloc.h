@@ -19,7 +19,6 @@ enum jh_ctl {
     JH_CTL_MUZZY_DECAY,
     JH_CTL_OVERSIZE,   /* 5.3 and later */
     JH_CTL_GROW_LIMIT, /* 5.1 and later */
-    JH_CTL_NTHREADS,
     JH_CTL_PACTIVE,
     JH_CTL_PDIRTY,
     JH_CTL_PMUZZY,
