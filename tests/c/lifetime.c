@@ -4,6 +4,8 @@
  * Concurrency: each case starts threads that share arenas, one slot of a table each, and barriers.                   */
 #include "check.h"
 
+#include <dlfcn.h>
+
 static jemhooks_registrar *null;
 static jemhooks_arena *arena;
 
@@ -232,12 +234,45 @@ static void cached_destroy(void) {
     for (int i = 0; i < 4; i++) join_thread(thread[i]);
 }
 
+/* ---- an arena that a thread is bound to by jemalloc's thread.arena ------------------------------------------------
+ * Between bind and unbind the process's own malloc may come from the arena: nothing there may keep a block.         */
+
+typedef int (*control)(const char *, void *, size_t *, void *, size_t);
+
+static control mallctl_of(void) {
+    void *found = dlsym(RTLD_DEFAULT, "mallctl"); /* or as --with-jemalloc-prefix=je_ names it */
+    if (!found) found = must_have(dlsym(RTLD_DEFAULT, "je_mallctl"), "mallctl");
+    control ctl;
+    memcpy(&ctl, &found, sizeof ctl); /* ISO C has no cast from object to function pointer */
+    return ctl;
+}
+
+static void bound(void) {
+    control ctl = mallctl_of();
+    open_arena(1);
+    MUST(jemhooks_free(must_have(jemhooks_alloc(arena, 100), "block")));
+    MUST(jemhooks_trim(arena, NULL)); /* nothing committed: the thread alone holds it */
+    unsigned newest, mine;
+    size_t size = sizeof newest;
+    MUST(ctl("arenas.narenas", &newest, &size, NULL, 0));
+    newest--;
+    MUST(ctl("thread.arena", &mine, &size, &newest, sizeof newest));
+    int rc = jemhooks_arena_destroy(arena);
+    MUST(ctl("thread.arena", &newest, &size, &mine, sizeof mine));
+    CHECK("bound", rc == -EBUSY && jemhooks_last_error_kind() == JEMHOOKS_ERROR_BUSY &&
+          strstr(jemhooks_last_error(), "thread.arena"), "destroy while a thread is bound gave %d: %s", rc,
+          jemhooks_last_error());
+    MUST(jemhooks_free(must_have(jemhooks_alloc(arena, 100), "block after the refusal")));
+    close_arena();
+}
+
 int main(int argc, char **argv) {
     static const test_case cases[] = {{"churn", churn},
                                       {"visitors", visitors},
                                       {"late_exit", late_exit},
                                       {"many_caches", many_caches},
                                       {"cached_destroy", cached_destroy},
+                                      {"bound", bound},
                                       {NULL, NULL}};
     take_options(argc, argv);
     return run_cases(cases);
