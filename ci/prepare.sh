@@ -18,8 +18,10 @@ install_packages() {
     "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 }
 
+build_packages=(gcc libc6-dev cmake ninja-build pkg-config libjemalloc-dev libfabric-dev libibverbs-dev liburing-dev)
+
 prepare() {
-    install_packages gcc libc6-dev cmake ninja-build pkg-config libjemalloc-dev libfabric-dev liburing-dev "$@"
+    install_packages "${build_packages[@]}" "$@"
     local python=${PYTHON:-python3}
     if ! command -v "$python" >/dev/null || [ "$(readlink -f "$(command -v "$python")")" = "$(readlink -f /usr/bin/python3)" ]; then
         install_packages python3 python3-dev python3-venv
@@ -31,4 +33,21 @@ prepare() {
     say "building and installing jemhooks (and its Python packages) into .venv"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
     .venv/bin/jemhooks --version
+}
+
+# What ci/vm needs: QEMU, a kernel to boot, named in $kernel, and .venv-vm. Debian's pyverbs belongs to the system's Python.
+prepare_vm() {
+    [ "$(dpkg --print-architecture)" = amd64 ] || { echo "the guest is for amd64 alone" && exit 125; }
+    install_packages "${build_packages[@]}" python3 python3-dev python3-venv python3-pyverbs linux-image-amd64 qemu-system-x86 \
+        busybox-static kmod iproute2 rdma-core ibverbs-utils ibverbs-providers perftest
+    if [ ! -x .venv-vm/bin/python ]; then
+        say "making a Python environment in .venv-vm with $(/usr/bin/python3 --version)"
+        /usr/bin/python3 -m venv --system-site-packages .venv-vm
+        .venv-vm/bin/python -m pip install --quiet --disable-pip-version-check pytest 'virtme-ng>=1.42'
+    fi
+    if [ ! -x .venv-vm/bin/jemhooks ] || [ -n "$(find csrc pyproject.toml -newer .venv-vm/bin/jemhooks -print -quit)" ]; then
+        say "building and installing jemhooks into .venv-vm"
+        .venv-vm/bin/python -m pip install --quiet --disable-pip-version-check --editable .
+    fi
+    kernel=$(find /boot -name 'vmlinuz-*' | sort -V | tail -1)
 }

@@ -63,7 +63,7 @@ static int find_region_limit(jemhooks_arena *a) {
         jemhooks_limits limits = {0, 0};
         if (g->ops.limits) g->ops.limits(g->self, &limits);
         size_t most = limits.max_mr_size / s->provider->page * s->provider->page;
-        size_t least = s->provider->whole ? s->provider->whole : s->provider->page;
+        size_t least = s->provider->regions ? s->provider->largest : s->provider->page;
         if (limits.max_mr_size && most < least)
             return jh_fail(JEMHOOKS_ERROR_CONFIG, E2BIG, "arena '%s': registrar %s registers at most %zu bytes at a time, and "
                            "regions of this %s provider have at least %zu", a->name, g->ops.name, (size_t)limits.max_mr_size,
@@ -188,10 +188,10 @@ static void *refused(const char *call, jemhooks_arena *a, size_t size) {
     if (err == E2BIG)
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: %zu bytes from arena '%s' cannot lie in one registration: its registrars take "
                 "at most %zu bytes, the allocator's rounding included", call, size, a->name, s->region_limit);
-    else if (s->provider->whole)
-        jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no room for %zu bytes in arena '%s': its %s range has %zu bytes, of which %zu "
-                "are in use; free blocks or give it a larger range", call, size, a->name, s->provider->ops->name,
-                s->provider->whole, jh_space_committed(s));
+    else if (s->provider->regions)
+        jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no room for %zu bytes in arena '%s': its %s memory has %zu bytes in regions of at most "
+                "%zu, of which %zu are in use; free blocks or give it more", call, size, a->name, s->provider->ops->name,
+                s->provider->whole, s->provider->largest, jh_space_committed(s));
     else
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no memory for %zu bytes in arena '%s' (%zu bytes mapped): the %s provider "
                 "%s%s%s", call, size, a->name, (size_t)atomic_load(&s->mapped), s->provider->ops->name,

@@ -255,15 +255,16 @@ int jh_space_open(jh_space *s) {
 }
 
 int jh_space_map_whole(jh_space *s) {
-    if (!s->provider->whole) return 0;
-    if (region_open(s, s->provider->whole, JH_PAGE)) return 0;
+    size_t n = 0;
+    while (n < s->provider->regions && region_open(s, 0, JH_PAGE)) n++;
+    if (n == s->provider->regions) return 0;
     int err = atomic_load(&s->map_error);
     const char *why = err == EEXIST ? "it overlaps another region; it must lie outside of it, or in one live block of it and have "
                                       "12 KiB at least"
                       : err == EADDRINUSE ? "its registrar failed to deregister it earlier, so a device may still reach it"
                                           : strerror(err);
-    return jh_fail(JEMHOOKS_ERROR_PROVIDER, err, "arena '%s': the %s range of %zu bytes cannot be a region: %s", s->rails.name,
-                   s->provider->ops->name, s->provider->whole, why);
+    return jh_fail(JEMHOOKS_ERROR_PROVIDER, err, "arena '%s': %s range %zu of %zu (%zu bytes in all) cannot be a region: %s",
+                   s->rails.name, s->provider->ops->name, n + 1, s->provider->regions, s->provider->whole, why);
 }
 
 int jh_space_close(jh_space *s) {

@@ -37,7 +37,7 @@ int jh_space_open(jh_space *s);
 /* Deregisters and unmaps every region; the allocator is done with all of them. A region that cannot be deregistered
  * stays mapped for good and out of the page map; the first such error is returned, recorded. */
 int jh_space_close(jh_space *s);
-/* Maps the one region of a provider that has only one. 0 or an error, recorded. */
+/* Maps the regions of a provider that has a number of them. 0 or an error, recorded. */
 int jh_space_map_whole(jh_space *s);
 /* Deregisters idle unleased regions; their bytes are added to *released. The first error, recorded. */
 int jh_space_trim(jh_space *s, size_t *released);

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .registrars.fabric import Fabric, Transfer
     from .registrars.null import Null
     from .registrars.uring import Uring
+    from .registrars.verbs import Verbs
     from .stats import Stats
 
     __version__: str
@@ -49,6 +50,7 @@ _LAZY = {
     **dict.fromkeys(("Fabric", "Transfer"), "registrars.fabric"),
     "Null": "registrars.null",
     "Uring": "registrars.uring",
+    "Verbs": "registrars.verbs",
 }
 
 __all__ = [
@@ -79,6 +81,7 @@ __all__ = [
     "Transfer",
     "TransferError",
     "Uring",
+    "Verbs",
     "__version__",
     "bootstrap",
     "build_config",

@@ -20,6 +20,7 @@ from .errors import ClosedError, ConfigError
 from .lifetime import by_address, drain
 from .providers import Provider
 from .registrars.base import Registrar
+from .scatter import scatter_list
 from .sizes import LIMIT, ranged, size, text
 from .stats import OF_BLOCKS, Stats
 
@@ -184,6 +185,20 @@ class Arena(Arrays):
         n = size(nbytes, "block", 1)
         owner = self._allocate(n, ranged(alignment, "alignment", 1, LIMIT), zero)
         return Block(owner, n, self._host_accessible)
+
+    def sges(self, objects: Iterable[Any], rail: int = 0) -> npt.NDArray[Any]:
+        """The scatter list of several pieces of this arena's memory, registering where needed: addr, length, lkey.
+
+        A structured array, laid out as ``struct ibv_sge``. For pyverbs: ``[SGE(*s) for s in arena.sges(…).tolist()]``.
+
+        :param objects: blocks, contiguous arrays, buffers. :param rail: whose local keys.
+        :raises NotOursError: one is not of this arena. :raises ConfigError: one is empty, or has 4 GiB or more.
+        """
+        self._use()
+        try:
+            return scatter_list(self._face, self.name, objects, rail)
+        finally:
+            lib.jh_face_leave(self._face)
 
     # ---- the arena as a whole ---------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import platform
 import resource
 import sys
@@ -75,8 +76,8 @@ def _try(open_registrar: Callable[[], Any]) -> str:
 
     with open_registrar() as registrar, Arena(registrar, region_max="2MiB") as arena:
         where = key(arena.block(1))
-        detail = f"{registrar.info().provider}, " if registrar.name == "fabric" else ""
-        return f"{detail}registered a region (rkey {where.rkey:#x})"
+        detail = {"fabric": lambda: f"{registrar.info().provider}, ", "verbs": lambda: f"{registrar.info().device}, "}
+        return f"{detail.get(registrar.name, str)()}registered a region (rkey {where.rkey:#x})"
 
 
 def _registrars() -> Iterator[str]:
@@ -84,15 +85,22 @@ def _registrars() -> Iterator[str]:
         from .registrars.fabric import Fabric
         from .registrars.null import Null
         from .registrars.uring import Uring
+        from .registrars.verbs import Verbs
     except LoadError:
         yield _line(None, "registrars", "cannot be tried before the library loads")
         return
-    kinds: dict[str, Callable[[], Any]] = {"null": Null, "uring": lambda: Uring(slots=8), "fabric": Fabric}
+    kinds: dict[str, Callable[[], Any]] = {
+        "null": Null,
+        "uring": lambda: Uring(slots=8),
+        "fabric": Fabric,
+        "verbs": Verbs,
+    }
     for name, open_registrar in kinds.items():
         try:
             yield _line(True, name, _try(open_registrar))
         except JemhooksError as e:
-            yield _line(False, name, type(e).__name__, str(e))
+            no_device = name == "verbs" and e.errno == errno.ENODEV  # which is no fault
+            yield _line(None if no_device else False, name, type(e).__name__, str(e))
 
 
 def doctor() -> int:

@@ -48,14 +48,26 @@ class Anonymous(Provider):
         super().__init__(out[0])
 
 
-class Fixed(Provider):
-    """A range that you own, for one arena at a time; rounded inwards to 4 KiB. It is never given back or unmapped.
+def _range(memory: Any, length: SupportsIndex | str | None) -> tuple[int, int]:
+    """Address and bytes of memory that is given to an arena."""
+    address, have = span(memory, writable=True)
+    if have is None and length is None:
+        raise ConfigError("Fixed: an address needs a length")
+    nbytes = size(have if length is None else length, "length", 1)  # type: ignore[arg-type]
+    if have is not None and nbytes > have:
+        raise ConfigError(f"Fixed: length {nbytes} is more than the {have} bytes of the buffer")
+    return address, nbytes
 
-    :param memory: a writable buffer (kept alive), or an integer address, which must stay valid as long as the arena.
+
+class Fixed(Provider):
+    """Memory that you own, for one arena at a time; rounded inwards to 4 KiB. It is never given back or unmapped.
+
+    :param memory: a writable buffer (kept alive), or an integer address, which must stay valid as long as the arena; or
+        a list of buffers and of (memory, length) pairs: each is then a region of its own.
     :param length: bytes; needed with an address, otherwise the buffer's own length.
     :param host_accessible: False for memory that the CPU must not touch (device memory): it can then be allocated,
         freed and registered, but not zeroed, viewed or copied.
-    :param zeroed: the range holds only zero bytes, which saves clearing it.
+    :param zeroed: the memory holds only zero bytes, which saves clearing it.
     """
 
     def __init__(
@@ -66,27 +78,30 @@ class Fixed(Provider):
         host_accessible: bool = True,
         zeroed: bool = False,
     ) -> None:
-        address, have = span(memory, writable=True)
-        if have is None and length is None:
-            raise ConfigError("Fixed: an address needs a length")
-        nbytes = size(have if length is None else length, "length", 1)  # type: ignore[arg-type]
-        if have is not None and nbytes > have:
-            raise ConfigError(f"Fixed: length {nbytes} is more than the {have} bytes of the buffer")
+        self._parts: list[tuple[Any, Any]] = [(memory, length)]
+        if isinstance(memory, list):
+            if length is not None or not memory:
+                raise ConfigError("Fixed: a list of ranges has at least one, and each its own length, not one for all")
+            self._parts = [part if isinstance(part, tuple) and len(part) == 2 else (part, None) for part in memory]
+        ranges = ffi.new("jemhooks_range[]", len(self._parts))
+        for out, part in zip(ranges, self._parts, strict=True):
+            address, out.length = _range(*part)
+            out.base = ffi.cast("void *", address)
         config = ffi.new("jemhooks_fixed_config *")
         config.size = ffi.sizeof("jemhooks_fixed_config")
-        config.base = ffi.cast("void *", address)
-        config.length = nbytes
+        config.ranges, config.range_count = ranges, len(self._parts)
         config.host_accessible = host_accessible
         config.zeroed = zeroed
-        out = ffi.new("jemhooks_provider **")
-        check(lib.jemhooks_provider_fixed(config, out))
-        super().__init__(out[0], memory)
-        self._span = address, have
+        pointer = ffi.new("jemhooks_provider **")
+        check(lib.jemhooks_provider_fixed(config, pointer))
+        super().__init__(pointer[0], memory)
+        self._spans = [span(part[0], writable=True) for part in self._parts]
         self.host_accessible = host_accessible
 
     def _hold(self) -> tuple[Any, ...] | None:
-        """The object, exporting its buffer, so that it is not resized or closed. :raises ConfigError: it was."""
-        held = hold(self.owner)
-        if span(self.owner, writable=True) != self._span:
-            raise ConfigError(f"the memory of this {type(self.owner).__name__} has moved since Fixed() was given it")
+        """The objects, exporting their buffers, so that none is resized or closed. :raises ConfigError: one was."""
+        held = tuple([hold(part[0]) for part in self._parts])
+        for (part, _), was in zip(self._parts, self._spans, strict=True):
+            if span(part, writable=True) != was:
+                raise ConfigError(f"the memory of this {type(part).__name__} has moved since Fixed() was given it")
         return held

@@ -41,7 +41,7 @@ C_PROGRAM = r"""
 #include <jemhooks_uring.h>
 #include <jemhooks_fabric.h>
 int main(void) {
-    const char *kinds[] = {"null", "uring", "fabric"};
+    const char *kinds[] = {"null", "uring", "fabric"}; /* verbs needs a device */
     for (int i = 0; i < 3; i++) {
         jemhooks_registrar *registrar;
         jemhooks_arena *arena;
@@ -191,7 +191,7 @@ def test_wheel(wheel: Path, root: Path) -> None:
         if "cache" not in str(p)
     } <= ours
     wanted = {"py.typed", "_build.py", "lib/libjemhooks.so", "lib/pkgconfig/jemhooks.pc", "_ffi.abi3.so"}
-    wanted |= {f"lib/jemhooks/registrar_{kind}.so" for kind in ("null", "uring", "fabric")}
+    wanted |= {f"lib/jemhooks/registrar_{kind}.so" for kind in ("null", "uring", "fabric", "verbs")}
     wanted |= {f"include/{p.name}" for p in (root / "csrc" / "include").iterdir()}
     assert {f"jemhooks/{n}" for n in wanted} <= ours, "what Python and C programs need"
     others = {n for n in names - ours if ".dist-info/" not in n}
@@ -434,14 +434,15 @@ def configure(source: Path, tmp_path: Path) -> Configure:
     return run
 
 
-ALL = {"jemalloc": None, "libfabric": None, "liburing": None}
+ALL = {"jemalloc": None, "libfabric": None, "liburing": None, "libibverbs": None}
 
 
 def test_configuration_is_reported(configure: Configure) -> None:
-    assert "allocator=jemalloc fabric=on uring=on" in configure(pc=ALL, ok=True)
-    assert "allocator=jemalloc fabric=off uring=off" in configure(pc={"jemalloc": None}, ok=True), "auto: what is there"
-    off = configure("-DJEMHOOKS_FABRIC=off", "-DJEMHOOKS_URING=OFF", pc=ALL, ok=True)
-    assert "allocator=jemalloc fabric=off uring=off" in off, "off: although it is there"
+    assert "allocator=jemalloc fabric=on uring=on verbs=on" in configure(pc=ALL, ok=True)
+    none = "allocator=jemalloc fabric=off uring=off verbs=off"
+    assert none in configure(pc={"jemalloc": None}, ok=True), "auto: what is there"
+    off = configure("-DJEMHOOKS_FABRIC=off", "-DJEMHOOKS_URING=OFF", "-DJEMHOOKS_VERBS=Off", pc=ALL, ok=True)
+    assert none in off, "off: although it is there"
 
 
 def test_no_jemalloc(configure: Configure) -> None:
@@ -470,6 +471,7 @@ def test_jemalloc_without_a_version_is_taken(configure: Configure) -> None:
     [
         ("JEMHOOKS_FABRIC=on", {"jemalloc": None}, "libfabric-dev"),
         ("JEMHOOKS_URING=ON", {"jemalloc": None}, "liburing-dev"),
+        ("JEMHOOKS_VERBS=on", {"jemalloc": None}, "libibverbs-dev"),
         ("JEMHOOKS_FABRIC=on", {"jemalloc": None, "libfabric": "1.11.0"}, "libfabric-dev"),
         ("JEMHOOKS_FABRIC=maybe", {"jemalloc": None}, "JEMHOOKS_FABRIC=maybe is not one of auto, on and off"),
         ("JEMHOOKS_ALLOCATOR=tcmalloc", {"jemalloc": None}, "the choices are: jemalloc"),
@@ -487,6 +489,7 @@ def test_built_without_registrars(
     settings = {
         "cmake.define.JEMHOOKS_FABRIC": "off",
         "cmake.define.JEMHOOKS_URING": "off",
+        "cmake.define.JEMHOOKS_VERBS": "off",
         "build-dir": str(tmp_path / "b"),
     }
     wheel = build(builder, "wheel", source, tmp_path / "dist", **settings)
@@ -500,7 +503,7 @@ def test_built_without_registrars(
         import jemhooks as jh
         from jemhooks.doctor import doctor
         print(jh.build_config())
-        for make in (jh.Fabric, jh.Uring):
+        for make in (jh.Fabric, jh.Uring, jh.Verbs):
             try:
                 make()
             except jh.LoadError as e:
@@ -511,8 +514,8 @@ def test_built_without_registrars(
         """,
     )
     lines = out.splitlines()
-    assert lines[0] == "{'allocator': 'jemalloc', 'fabric': 'off', 'uring': 'off'}"
-    assert lines[1:4] == ["True True", "True True", "24"], "LoadError with the remedy; the core works"
+    assert lines[0] == "{'allocator': 'jemalloc', 'fabric': 'off', 'uring': 'off', 'verbs': 'off'}"
+    assert lines[1:5] == ["True True"] * 3 + ["24"], "LoadError with the remedy; the core works"
     assert lines[-1] == "status 0", "what was left out on purpose is no failure"
 
 

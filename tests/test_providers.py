@@ -8,7 +8,7 @@ import gc
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -164,7 +164,7 @@ def test_fixed_range_is_used_and_never_beyond(null: jh.Null) -> None:
     high = (start + 5 * MiB + 77) // 4096 * 4096
     with jh.Arena(null, provider=jh.Fixed(inner)) as arena:
         kept = []
-        with pytest.raises(jh.AllocationError, match=f"fixed range has {high - low} bytes") as e:  # noqa: PT012
+        with pytest.raises(jh.AllocationError, match=f"fixed memory has {high - low} bytes") as e:  # noqa: PT012
             while True:
                 kept.append(arena.full(30_000, 0x11, "u1"))
         assert len(kept) > 100, "most of the range can be used"
@@ -209,6 +209,54 @@ def test_one_arena_at_a_time() -> None:
     assert kept.tolist() == [2.0] * 3, "closed, but alive: its range is still taken"
     del kept
     jh.Arena(provider=provider).close()
+
+
+def test_several_ranges_are_a_region_each(null: jh.Null) -> None:
+    memory = np.full(64 * 16 * 4096, 0xEE, "u1")  # 64 KiB each, every second one given
+    start = -(-memory.__array_interface__["data"][0] // 4096) * 4096
+    ranges = [(start + i * 65536, 65536) for i in range(0, 62, 2)]
+    provider = jh.Fixed(ranges)
+    for _ in range(2):
+        with jh.Arena(null, provider=provider, access="remote_read") as arena:
+            kept = [arena.zeros(56 * 1024, "u1") for _ in ranges]
+            assert {jh.region(a).base for a in kept} == {base for base, _ in ranges}, "a block in each"
+            assert all(not a.any() for a in kept), "cleared of what the owner left"
+            assert len({jh.key(a).rkey for a in kept}) == len(ranges), "each is registered for itself"
+            with pytest.raises(
+                jh.AllocationError, match=f"has {len(ranges) * 65536} bytes in regions of at most 65536"
+            ):
+                arena.block(65536)
+            kept.clear()
+    offset = start - memory.__array_interface__["data"][0]
+    for i in range(1, 62, 2):
+        between = memory[offset + i * 65536 : offset + (i + 1) * 65536]
+        assert (between == 0xEE).all(), "what lies between the ranges is not touched"
+    buffers = [bytearray(3 * 4096) for _ in range(5)]
+    with jh.Arena(provider=jh.Fixed(buffers)) as arena:
+        assert len(arena.regions()) == 5
+        with pytest.raises(BufferError):
+            buffers[3].extend(b"more")
+
+
+def test_several_ranges_of_which_one_is_wrong() -> None:
+    memory = np.zeros(40 * 4096, "u1")
+    good = (memory.__array_interface__["data"][0], 20 * 4096)
+    wrong: list[tuple[list[Any], type[Exception], str]] = [
+        ([good, (0, 4096)], jh.ConfigError, "not a range of user memory"),
+        ([good, (good[0], 100)], jh.ConfigError, "no whole 4 KiB page"),
+        ([good, b"read-only"], jh.ConfigError, "not writable"),
+        ([good, (good[0], -1)], jh.ConfigError, "length"),
+        ([], jh.ConfigError, "at least one"),
+    ]
+    for ranges, error, said in wrong:
+        with pytest.raises(error, match=said):
+            jh.Fixed(ranges)
+    twice = jh.Fixed([good, good])
+    for _ in range(2):
+        with pytest.raises(jh.ProviderError, match=r"range 2 of 2 .*overlaps another region"):
+            jh.Arena(provider=twice)
+    with jh.Arena(provider=jh.Fixed([good])) as arena:
+        assert len(arena.regions()) == 1, "nothing of the refused arenas is left in the way"
 
 
 def test_overlapping_ranges() -> None:

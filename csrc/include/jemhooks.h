@@ -156,6 +156,12 @@ JEMHOOKS_API int jemhooks_packed_key(const void *p, unsigned rail, const void **
 JEMHOOKS_API int jemhooks_lease(const void *p, jemhooks_key *key);
 JEMHOOKS_API int jemhooks_release(const void *p);
 
+/* Ends the registration of p's region on all rails now, live blocks or not; the next key registers it anew. For a resource
+ * that is about to go (a protection domain) and for peers that must lose their keys. The caller sees to it that nobody uses
+ * a key any more; a transfer under way is not waited for. 0: it is not registered now; -EBUSY: leased; -EDEADLK as for keys;
+ * else the registrar's error, and it is still registered. */
+JEMHOOKS_API int jemhooks_deregister(const void *p);
+
 /* ---- registrars ------------------------------------------------------------------------------------------------ */
 
 enum jemhooks_access {
@@ -198,7 +204,7 @@ typedef struct jemhooks_registrar_ops {
 
 typedef struct jemhooks_registrar jemhooks_registrar;
 
-/* Opens the loadable registrar `kind` ("null", "uring", "fabric"); config is the struct of its own header
+/* Opens the loadable registrar `kind` ("null", "uring", "fabric", "verbs"); config is the struct of its own header
  * (jemhooks_null.h, …) or NULL for defaults. -ENOENT: not built; -ELIBACC: its library cannot be loaded. */
 JEMHOOKS_API int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_registrar **registrar);
 /* A registrar of the caller's own. `ops` is copied, `ops->name` and `self` must outlive it. */
@@ -233,18 +239,25 @@ typedef struct jemhooks_anonymous_config {
 } jemhooks_anonymous_config;
 #define JEMHOOKS_ANONYMOUS_CONFIG_INIT {sizeof(jemhooks_anonymous_config), 0, 1, -1}
 
+typedef struct jemhooks_range {
+    void *base;
+    size_t length; /* bytes */
+} jemhooks_range;
+
 typedef struct jemhooks_fixed_config {
     size_t size;
     void *base;            /* the caller's range, rounded inwards to 4 KiB; it must outlive the arena  */
     size_t length;
     int host_accessible;   /* 0: never read or written by this library or the allocator (device memory) */
-    int zeroed;            /* 1: the range holds only zero bytes                                       */
+    int zeroed;            /* 1: the memory holds only zero bytes                                      */
+    const jemhooks_range *ranges; /* instead of base and length: several, each a region of its own; copied */
+    size_t range_count;
 } jemhooks_fixed_config;
-#define JEMHOOKS_FIXED_CONFIG_INIT {sizeof(jemhooks_fixed_config), NULL, 0, 1, 0}
+#define JEMHOOKS_FIXED_CONFIG_INIT {sizeof(jemhooks_fixed_config), NULL, 0, 1, 0, NULL, 0}
 
 /* Config NULL: the defaults of the INIT macro. An arena keeps its own reference to its provider. */
 JEMHOOKS_API int jemhooks_provider_anonymous(const jemhooks_anonymous_config *config, jemhooks_provider **provider);
-/* One arena at a time can live in a fixed range. */
+/* One arena at a time can live in fixed memory. */
 JEMHOOKS_API int jemhooks_provider_fixed(const jemhooks_fixed_config *config, jemhooks_provider **provider);
 JEMHOOKS_API void jemhooks_provider_close(jemhooks_provider *provider);
 

@@ -10,7 +10,8 @@
 /* map, unmap and give_back run inside hooks: system calls at most, no malloc, no lock but the provider's own short one. */
 typedef struct jh_provider_ops {
     const char *name;
-    /* A range of at least *length bytes on `alignment`; sets *length to all that is usable. NULL with errno. */
+    /* A range of at least *length bytes on `alignment`; sets *length to all that is usable. NULL with errno. Where there is
+     * a number of regions, the next one. */
     void *(*map)(jemhooks_provider *p, size_t *length, size_t alignment);
     void (*unmap)(jemhooks_provider *p, void *base, size_t length);
     /* Did the pages go, so that they read as zero? NULL: this provider never gives pages back. */
@@ -24,7 +25,9 @@ struct jemhooks_provider {
     const jh_provider_ops *ops;
     atomic_int references;
     size_t page;          /* a region's length is a multiple of this                       */
-    size_t whole;         /* all it has is one region of this many bytes; 0: any number     */
+    size_t regions;       /* all it has is so many regions, mapped with length 0; 0: any number */
+    size_t whole;         /* bytes of those regions                                          */
+    size_t largest;       /* of one of them                                                  */
     bool host_accessible; /* may the CPU touch the memory?                                 */
     unsigned epoch;       /* jh_fork_epoch when it was made                                 */
     bool fresh_is_zero;   /* do newly mapped pages read as zero?                           */

@@ -33,7 +33,15 @@ int jemhooks_registrar_create(const jemhooks_registrar_ops *ops, void *self, jem
 void jemhooks_registrar_close(jemhooks_registrar *registrar);
 
 typedef struct { size_t size, page_size; int transparent_huge, numa_node; } jemhooks_anonymous_config;
-typedef struct { size_t size; void *base; size_t length; int host_accessible, zeroed; } jemhooks_fixed_config;
+typedef struct { void *base; size_t length; } jemhooks_range;
+typedef struct {
+    size_t size;
+    void *base;
+    size_t length;
+    int host_accessible, zeroed;
+    const jemhooks_range *ranges;
+    size_t range_count;
+} jemhooks_fixed_config;
 int jemhooks_provider_anonymous(const jemhooks_anonymous_config *config, jemhooks_provider **provider);
 int jemhooks_provider_fixed(const jemhooks_fixed_config *config, jemhooks_provider **provider);
 void jemhooks_provider_close(jemhooks_provider *provider);
@@ -64,6 +72,7 @@ typedef struct {
 int jemhooks_trim(jemhooks_arena *arena, size_t *released);
 int jemhooks_regions(jemhooks_arena *arena, jemhooks_region_info *info, size_t *count);
 int jemhooks_get_stats(jemhooks_arena *arena, jemhooks_stats *stats);
+int jemhooks_deregister(const void *p);
 int jemhooks_get_keys(size_t n, const uint64_t *addresses, jemhooks_key *keys, size_t *done);
 
 /* face.h */
@@ -91,6 +100,9 @@ uint64_t jh_face_packed_keys(uintptr_t address);
 int jh_face_lease(uintptr_t address, jemhooks_key *key);
 int jh_face_unlease(uintptr_t address);
 int jh_face_region(uintptr_t address, jemhooks_region_info *info, uintptr_t *user, uintptr_t *arena);
+typedef struct { uint64_t addr; uint32_t length, lkey; } jh_face_sge;
+int jh_face_sges(jh_face *face, unsigned rail, size_t n, const uint64_t *addresses, const uint64_t *lengths, jh_face_sge *sges,
+                 size_t *done);
 int jh_bench_blocks(size_t size, size_t iterations, int rounds, double *ns);
 int jh_bench_lookups(size_t regions, size_t iterations, int rounds, double *ns, size_t *made);
 
@@ -126,6 +138,18 @@ typedef struct { size_t size; unsigned slots; } jemhooks_uring_config;
 typedef struct { int fd; uint32_t slot; uint64_t base, address, length, file_offset; } jemhooks_uring_transfer;
 int64_t jemhooks_uring_read(jemhooks_registrar *registrar, const jemhooks_uring_transfer *transfer);
 int64_t jemhooks_uring_write(jemhooks_registrar *registrar, const jemhooks_uring_transfer *transfer);
+
+/* verbs */
+typedef struct { size_t size; const char *device; ...; } jemhooks_verbs_config;
+typedef struct {
+    size_t size;
+    uint64_t max_mr_size, max_mr;
+    char device[64];
+    int32_t atomics, on_demand, fork;
+    uint32_t ports;
+    ...;
+} jemhooks_verbs_info;
+int jemhooks_verbs_get_info(jemhooks_registrar *registrar, jemhooks_verbs_info *info);
 
 /* fabric */
 typedef struct {

@@ -195,3 +195,23 @@ int jh_face_region(uintptr_t address, jemhooks_region_info *info, uintptr_t *use
     *user = (uintptr_t)r->user;
     return info->length ? 0 : -ENOENT;
 }
+
+static int sge(const jh_face *f, unsigned rail, uint64_t address, uint64_t length, jh_face_sge *out) {
+    const void *p = (const void *)(uintptr_t)address;
+    const jemhooks_region *r = jemhooks_region_of(p);
+    jemhooks_key key;
+    if (!r || __atomic_load_n(&r->arena, __ATOMIC_ACQUIRE) != f->arena) return -EXDEV;
+    int rc = rail ? jemhooks_get_rail_key(p, rail, &key) : jemhooks_get_key(p, &key);
+    if (rc) return rc;
+    if (!length || length > UINT32_MAX || length > key.length) return -EMSGSIZE;
+    if (key.lkey > UINT32_MAX) return -EOVERFLOW;
+    *out = (jh_face_sge){address, (uint32_t)length, (uint32_t)key.lkey};
+    return 0;
+}
+
+int jh_face_sges(jh_face *f, unsigned rail, size_t n, const uint64_t *addresses, const uint64_t *lengths, jh_face_sge *sges,
+                 size_t *done) {
+    int rc = 0;
+    for (*done = 0; *done < n && !(rc = sge(f, rail, addresses[*done], lengths[*done], &sges[*done]));) ++*done;
+    return rc;
+}

@@ -53,6 +53,16 @@ int jh_face_unlease(uintptr_t address);
 /* Of the region at the address, as of now. -ENOENT; -EAGAIN: it is just changing. *user: its 64 bytes of metadata; *arena:
  * whose it is. */
 int jh_face_region(uintptr_t address, jemhooks_region_info *info, uintptr_t *user, uintptr_t *arena);
+/* As struct ibv_sge. */
+typedef struct jh_face_sge {
+    uint64_t addr;
+    uint32_t length, lkey;
+} jh_face_sge;
+/* The scatter list of n ranges of the face's own memory, with local keys of `rail`. *done: how many were filled in. -EXDEV: the
+ * next lies in another arena or in none; -EMSGSIZE: it has no bytes, 4 GiB or more, or reaches beyond its region; -EOVERFLOW:
+ * its key has more than 32 bits; or the errors of jemhooks_get_rail_key(). Only the latter are recorded. */
+int jh_face_sges(jh_face *face, unsigned rail, size_t n, const uint64_t *addresses, const uint64_t *lengths, jh_face_sge *sges,
+                 size_t *done);
 
 /* bench.c: medians over `rounds` rounds, in ns per operation. 0 or -errno. */
 /* ns[0..3]: allocate and free `size` bytes by jemhooks, by mallocx with an explicit tcache, by jemhooks_calloc, by malloc. */

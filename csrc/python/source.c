@@ -2,4 +2,5 @@
 #include "jemhooks_fabric.h"
 #include "jemhooks_null.h"
 #include "jemhooks_uring.h"
+#include "jemhooks_verbs.h"
 #include "face.h"

@@ -7,13 +7,12 @@
  * `transfers` is held over one whole piece of a transfer, for the ring has one completion queue.                     */
 #include <liburing.h>
 #include <pthread.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include "jemhooks_uring.h"
+#include "memlock.h"
 #include "module.h"
 
 static const jemhooks_host *host;
@@ -31,27 +30,11 @@ typedef struct uring_registrar {
 
 /* ---- why the kernel refused ------------------------------------------------------------------------------------ */
 
-/* The number after `key` in a file of /proc, or -1. */
-static long long proc_value(const char *path, const char *key) {
-    FILE *f = fopen(path, "r");
-    if (!f) return -1;
-    char line[256];
-    long long value = -1;
-    while (value < 0 && fgets(line, sizeof line, f))
-        if (!strncmp(line, key, strlen(key))) sscanf(line + strlen(key), "%lld", &value);
-    fclose(f);
-    return value;
-}
-
 static void explain_memlock(const char *what, size_t length) {
-    struct rlimit limit = {0, 0};
-    getrlimit(RLIMIT_MEMLOCK, &limit);
-    char bytes[32] = "unlimited";
-    if (limit.rlim_cur != RLIM_INFINITY) snprintf(bytes, sizeof bytes, "%llu", (unsigned long long)limit.rlim_cur);
-    host->set_error("uring: %s of %zu bytes: out of memory; RLIMIT_MEMLOCK is %s bytes and this process has %lld kB "
-                    "pinned (the limit counts all io_uring memory of this user, and whole huge pages); raise it "
-                    "(ulimit -l), grant CAP_IPC_LOCK, or use a smaller region_max", what, length, bytes,
-                    proc_value("/proc/self/status", "VmPin:"));
+    char memlock[128];
+    host->set_error("uring: %s of %zu bytes: out of memory; %s (the limit counts all io_uring memory of this user, and whole "
+                    "huge pages); raise it (ulimit -l), grant CAP_IPC_LOCK, or use a smaller region_max", what, length,
+                    memlock_text(memlock, sizeof memlock));
 }
 
 static int explain_register(int error, const void *address, size_t length) {

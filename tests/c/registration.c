@@ -79,6 +79,35 @@ static void leases(void) {
     jemhooks_registrar_close(null);
 }
 
+/* ---- deregistered by the user, blocks or not ---------------------------------------------------------------------- */
+
+static void dropped(void) {
+    jemhooks_registrar *null = null_open(NULL);
+    jemhooks_arena *arena = arena_on(NULL, &null, 1);
+    unsigned char *p = must_have(jemhooks_alloc(arena, MIB), "block");
+    jemhooks_key first, second, none = {0};
+    CHECK("dropped", !jemhooks_deregister(p), "a region that was never registered: %s", jemhooks_last_error());
+    fill(p, MIB, 1);
+    MUST(jemhooks_lease(p, &first));
+    CHECK("dropped", jemhooks_deregister(p) == -EBUSY && jemhooks_last_error_kind() == JEMHOOKS_ERROR_BUSY &&
+          !jemhooks_lookup(p, &second), "a leased region was deregistered");
+    MUST(jemhooks_release(p));
+    MUST(jemhooks_deregister(p + 77));
+    CHECK("dropped", jemhooks_lookup(p, &none) == -EAGAIN, "the key outlived its registration");
+    CHECK("dropped", !null_stats(null).live, "the registrar was not told");
+    CHECK("dropped", filled(p, MIB, MIB, 1), "deregistering changed live bytes");
+    MUST(jemhooks_get_key(p, &second));
+    CHECK("dropped", second.lkey != first.lkey && second.generation != first.generation, "the old key came back");
+    CHECK("dropped", filled(p, MIB, MIB, 1), "registering again changed live bytes");
+    MUST(jemhooks_null_fail(null, JEMHOOKS_NULL_DEREGISTER, 1, EIO));
+    CHECK("dropped", jemhooks_deregister(p) == -EIO && !jemhooks_lookup(p, &none) && none.lkey == second.lkey,
+          "a registrar that fails to deregister leaves region and key as they were");
+    MUST(jemhooks_free(p));
+    CHECK("dropped", jemhooks_deregister(&none) == -ENOENT, "an address that is not ours");
+    arena_end(arena);
+    jemhooks_registrar_close(null);
+}
+
 static atomic_bool stop;
 static atomic_ulong trims;
 static jemhooks_arena *shared;
@@ -233,7 +262,7 @@ static void reentry(void) {
 
 int main(int argc, char **argv) {
     static const test_case cases[] = {{"once", once},     {"leases", leases},   {"lasting", lasting},
-                                      {"leased", leased}, {"reentry", reentry}, {NULL, NULL}};
+                                      {"leased", leased}, {"reentry", reentry}, {"dropped", dropped}, {NULL, NULL}};
     take_options(argc, argv);
     return run_cases(cases);
 }

@@ -1,0 +1,167 @@
+"""ibverbs: memory regions of a protection domain, one of jemhooks' own or any pyverbs PD."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .._native import check, ffi, lib
+from ..access import Access
+from ..errors import ClosedError, ConfigError, RegistrationError
+from ..sizes import text
+from .base import NativeRegistrar, Registrar
+
+# enum ibv_access_flags of infiniband/verbs.h
+_LOCAL_WRITE = 1
+_FLAGS = {
+    Access.LOCAL_WRITE: _LOCAL_WRITE,
+    Access.REMOTE_WRITE: _LOCAL_WRITE | 1 << 1,
+    Access.REMOTE_READ: 1 << 2,
+    Access.REMOTE_ATOMIC: _LOCAL_WRITE | 1 << 3,
+    Access.ON_DEMAND: 1 << 6,
+    Access.RELAXED_ORDERING: 1 << 20,
+}
+
+
+class VerbsInfo(NamedTuple):
+    """What the device offers; the fields of jemhooks_verbs_info."""
+
+    device: str
+    max_mr_size: int
+    max_mr: int
+    atomics: bool
+    on_demand: bool
+    fork: int
+    ports: int
+
+
+def _memlock() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft} bytes"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    pinned = next((line.split(":")[1].strip() for line in lines if line.startswith("VmPin:")), "unknown")
+    return f"RLIMIT_MEMLOCK is {limit} and this process has {pinned} pinned"
+
+
+def _is_pyverbs(pd: Any) -> bool:
+    """Without importing it: whoever has a PD has. (The import would set up logging.)"""
+    module = sys.modules.get("pyverbs.pd")
+    return module is not None and isinstance(pd, module.PD)
+
+
+def _context(pd: Any) -> Any:
+    """The device context of a protection domain; None once it is closed."""
+    if not _is_pyverbs(pd):
+        return getattr(pd, "context", None)
+    # PD has no attribute that is safe to read in all versions; but an open one keeps its Context.
+    from pyverbs.device import Context
+
+    return next((c for c in gc.get_referents(pd) if isinstance(c, Context)), None)
+
+
+@functools.cache
+def _watched() -> type:
+    """The class of our pyverbs MRs: a PD that is closed closes them first, and then their keys must be gone, too."""
+    from pyverbs.mr import MR
+
+    class Watched(MR):  # type: ignore[misc]
+        home = 0  # first byte of the region, while only jemhooks may close it
+
+        def close(self) -> None:
+            home, self.home = self.home, 0
+            if not home:
+                super().close()
+            elif rc := lib.jemhooks_deregister(ffi.cast("void *", home)):  # which comes back here
+                self.home = home
+                check(rc)
+
+    return Watched
+
+
+class Verbs(NativeRegistrar):
+    """Registers memory with a protection domain of ibverbs; transfers go by queue pairs of the same one.
+
+    :param device: "mlx5_0", "rxe0", … as ``ibv_devices`` lists them; None: the first with an active port.
+    :param pd: a PD of pyverbs, or of another binding with ``pd.reg_mr(addr, length, access)``; it must be of
+        ``device`` if that is given. None: a protection domain of jemhooks' own, for use from C.
+    :raises RegistrationError: no such device, or it cannot be opened. :raises LoadError: libibverbs is missing.
+    :raises ConfigError: not a PD, or of another device. :raises ClosedError: the PD is closed.
+
+    Closing a pyverbs PD, or its context, ends the registrations first: keys asked for later raise RegistrationError. It
+    is refused while a lease is held. Thread-safe.
+    """
+
+    def __init__(self, device: str | None = None, *, pd: Any = None) -> None:
+        name = None if device is None else ffi.new("char[]", text(device, "device"))
+        self._pd = pd
+        if pd is None:
+            config = ffi.new("jemhooks_verbs_config *")
+            config.size = ffi.sizeof("jemhooks_verbs_config")
+            if name is not None:
+                config.device = name
+            super().__init__("verbs", config)
+            return
+        self.name, self.in_python, self._pid = "verbs", True, os.getpid()
+        if not _is_pyverbs(pd) and not callable(getattr(pd, "reg_mr", None)):
+            raise ConfigError(f"pd {pd!r} is neither a pyverbs PD nor has it reg_mr(addr, length, access)")
+        self._device = self._open_device()
+        if device is not None and self._device not in (device, "?"):
+            raise ConfigError(f"the PD is of device {self._device}, not of {device}; leave one of them out")
+
+    def info(self) -> VerbsInfo:
+        """What the device offers. :raises ConfigError: the PD is the caller's; ask its own context."""
+        if self._pd is not None:
+            raise ConfigError("the PD is yours, so jemhooks has not opened its device; ask its context")
+        out = ffi.new("jemhooks_verbs_info *")
+        out.size = ffi.sizeof("jemhooks_verbs_info")
+        check(lib.jemhooks_verbs_get_info(self._open(), out))
+        device = ffi.string(out.device).decode()
+        return VerbsInfo(
+            device, out.max_mr_size, out.max_mr, bool(out.atomics), bool(out.on_demand), out.fork, out.ports
+        )
+
+    def _native(self) -> Any:
+        return super()._native() if self._pd is None else Registrar._native(self)
+
+    def _open_device(self) -> str:
+        """The name of the PD's device. A closed pyverbs PD must not be used: it would crash. :raises ClosedError:"""
+        context = _context(self._pd)
+        if context is None and _is_pyverbs(self._pd):
+            raise ClosedError("the protection domain, or its device context, is closed; open another registrar")
+        name = getattr(context, "name", "?")
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def register(self, addr: int, length: int, access: Access) -> tuple[int, int, Any]:
+        """Register with the caller's PD."""
+        flags = 0
+        for ours, theirs in _FLAGS.items():
+            flags |= theirs if access & ours else 0
+        device = self._open_device()
+        try:
+            if _is_pyverbs(self._pd):
+                mr = _watched()(self._pd, length, flags, address=addr)
+                mr.home = addr
+            else:
+                mr = self._pd.reg_mr(addr, length, flags)
+        except Exception as e:
+            failed = RegistrationError(
+                f"registering {length} bytes at {addr:#x} on device {device} with access {flags:#x}: {e}; "
+                f"{_memlock()}; for want of memory raise the limit (ulimit -l), grant CAP_IPC_LOCK, or use a smaller "
+                "region_max"
+            )
+            # pyverbs says error_code, others errno
+            failed.errno = getattr(e, "error_code", None) or getattr(e, "errno", None) or errno.EIO
+            raise failed from e
+        return mr.lkey, mr.rkey, mr
+
+    def deregister(self, handle: Any) -> None:
+        """End what :meth:`register` returned."""
+        if _is_pyverbs(self._pd):
+            handle.home = 0
+        handle.close()
