@@ -43,7 +43,7 @@ prepare_vm() {
     if [ ! -x .venv-vm/bin/python ]; then
         say "making a Python environment in .venv-vm with $(/usr/bin/python3 --version)"
         /usr/bin/python3 -m venv --system-site-packages .venv-vm
-        .venv-vm/bin/python -m pip install --quiet --disable-pip-version-check pytest 'virtme-ng>=1.42'
+        .venv-vm/bin/python -m pip install --quiet --disable-pip-version-check pytest ibverbs 'virtme-ng>=1.42'
     fi
     if [ ! -x .venv-vm/bin/jemhooks ] || [ -n "$(find csrc pyproject.toml -newer .venv-vm/bin/jemhooks -print -quit)" ]; then
         say "building and installing jemhooks into .venv-vm"

@@ -119,8 +119,11 @@ int jemhooks_lease(const void *p, jemhooks_key *key) {
             break;
         }
     }
-    if (key)
-        while (jemhooks_lookup(p, key) == -EAGAIN) {} /* leased, so registered; the keys are just being published */
+    while (key && jemhooks_lookup(p, key) == -EAGAIN) /* the keys are just being published, or were taken despite the lease */
+        if ((rc = jh_register(r))) {
+            __atomic_fetch_sub(&r->hot->word, 256, __ATOMIC_ACQ_REL);
+            return rc;
+        }
     return 0;
 }
 
@@ -135,10 +138,10 @@ int jemhooks_release(const void *p) {
                    "jemhooks_lease()", p);
 }
 
-int jemhooks_deregister(const void *p) {
+int jemhooks_deregister(const void *p, int leased) {
     int rc;
     jh_registration *r = find("jemhooks_deregister", p, &rc);
-    if (!r || (rc = jh_deregister(r, true)) <= 0) return rc; /* 1: leased, or not registered */
+    if (!r || (rc = jh_deregister(r, leased ? JH_DESPITE_LEASES : JH_DESPITE_BLOCKS)) <= 0) return rc; /* 1: leased, or not registered */
     if (jh_state(r->hot) != JEMHOOKS_REGISTERED) return 0;
     return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "jemhooks_deregister: the region of %p in arena '%s' is leased; release its leases "
                    "first", p, r->rails->name);

@@ -272,7 +272,7 @@ int jh_space_close(jh_space *s) {
     jh_region *r = atomic_exchange(&s->regions, NULL);
     while (r) {
         jh_region *next = r->next;
-        int rc = jh_deregister(&r->registration, true);
+        int rc = jh_deregister(&r->registration, JH_DESPITE_BLOCKS);
         if (jh_state(r->registration.hot) == JEMHOOKS_MAPPED) {
             region_close(r);
         } else {
@@ -294,7 +294,7 @@ int jh_space_trim(jh_space *s, size_t *released) {
     int first = 0;
     for (jh_region *r = atomic_load(&s->regions); r; r = r->next) {
         size_t length = r->registration.hot->length;
-        int rc = jh_deregister(&r->registration, false);
+        int rc = jh_deregister(&r->registration, JH_IF_IDLE);
         if (!rc) *released += length;
         else if (rc < 0 && !first) first = rc;
     }

@@ -165,17 +165,18 @@ int jh_register(jh_registration *r) {
 }
 
 /* registered -> deregistering, if nothing holds it there. */
-static bool claim_to_deregister(jh_registration *r, bool busy) {
+static bool claim_to_deregister(jh_registration *r, enum jh_despite despite) {
     bool mine = false;
     if (JH_FAULT(idle_unlocked)) { /* decide before locking, as the contract forbids */
         if (jh_state(r->hot) != JEMHOOKS_REGISTERED || jh_pages_committed(&r->pages)) return false;
         JH_PAUSE(idle);
-        busy = true;
+        despite = JH_DESPITE_BLOCKS;
     }
     pthread_mutex_lock(&r->pages.lock);
-    if (jh_state(r->hot) == JEMHOOKS_REGISTERED && (busy || !r->pages.committed)) {
+    if (jh_state(r->hot) == JEMHOOKS_REGISTERED && (despite != JH_IF_IDLE || !r->pages.committed)) {
         uint64_t unleased = JEMHOOKS_REGISTERED;
-        mine = __atomic_compare_exchange_n(&r->hot->word, &unleased, JEMHOOKS_DEREGISTERING, false, __ATOMIC_ACQ_REL,
+        mine = despite == JH_DESPITE_LEASES ||
+               __atomic_compare_exchange_n(&r->hot->word, &unleased, JEMHOOKS_DEREGISTERING, false, __ATOMIC_ACQ_REL,
                                            __ATOMIC_RELAXED);
         if (mine) move(r, JEMHOOKS_DEREGISTERING, NULL);
     }
@@ -183,10 +184,10 @@ static bool claim_to_deregister(jh_registration *r, bool busy) {
     return mine;
 }
 
-int jh_deregister(jh_registration *r, bool busy) {
+int jh_deregister(jh_registration *r, enum jh_despite despite) {
     int state = settled(r);
     if (state < 0) return state;
-    if (state != JEMHOOKS_REGISTERED || !claim_to_deregister(r, busy)) return 1;
+    if (state != JEMHOOKS_REGISTERED || !claim_to_deregister(r, despite)) return 1;
     JH_PAUSE(deregistering);
     int rc = drop(r, 0);
     if (!r->live) {

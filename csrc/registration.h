@@ -39,8 +39,9 @@ static inline unsigned jh_state(const jemhooks_region *hot) {
 /* Registers the region unless it is. The caller holds a live block in it or a lease on it, or is alone with it.
  * Not for hooks. Records an error. */
 int jh_register(jh_registration *r);
-/* Deregisters the region if it is registered, unleased and (unless `busy` is true) idle, and gives its pages back. 0, or
- * 1: it is not; or the registrar's error, recorded, and the region is still registered. Not for hooks. */
-int jh_deregister(jh_registration *r, bool busy);
+enum jh_despite { JH_IF_IDLE, JH_DESPITE_BLOCKS, JH_DESPITE_LEASES };
+/* Deregisters the region if it is registered, and idle and unleased (JH_IF_IDLE), or unleased, or anyway; gives its pages back.
+ * 0, or 1: it is not; or the registrar's error, recorded, and the region is still registered. Not for hooks. */
+int jh_deregister(jh_registration *r, enum jh_despite despite);
 
 #endif

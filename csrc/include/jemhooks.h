@@ -156,11 +156,12 @@ JEMHOOKS_API int jemhooks_packed_key(const void *p, unsigned rail, const void **
 JEMHOOKS_API int jemhooks_lease(const void *p, jemhooks_key *key);
 JEMHOOKS_API int jemhooks_release(const void *p);
 
-/* Ends the registration of p's region on all rails now, live blocks or not; the next key registers it anew. For a resource
- * that is about to go (a protection domain) and for peers that must lose their keys. The caller sees to it that nobody uses
- * a key any more; a transfer under way is not waited for. 0: it is not registered now; -EBUSY: leased; -EDEADLK as for keys;
- * else the registrar's error, and it is still registered. */
-JEMHOOKS_API int jemhooks_deregister(const void *p);
+/* Ends the registration of p's region on all rails now, live blocks or not; the next key registers it anew. For peers that
+ * must lose their keys, and with `leased` (despite leases, which then keep nothing registered) for a resource that is about to
+ * go, such as a protection domain. The caller sees to it that nobody uses a key any more; a transfer under way is not waited
+ * for. 0: it is not registered now; -EBUSY: leased; -EDEADLK as for keys; else the registrar's error, and it is still
+ * registered. */
+JEMHOOKS_API int jemhooks_deregister(const void *p, int leased);
 
 /* ---- registrars ------------------------------------------------------------------------------------------------ */
 

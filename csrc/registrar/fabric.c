@@ -205,7 +205,8 @@ static struct fi_info *hints_for(const jemhooks_fabric_config *config) {
     return h;
 }
 
-static int find_provider(fabric_registrar *f, const jemhooks_fabric_config *config) {
+/* All that would do, libfabric's first choice first. */
+static int find_providers(const jemhooks_fabric_config *config, struct fi_info **list) {
     const char *node = config->node && *config->node ? config->node : NULL;
     const char *service = config->service && *config->service ? config->service : NULL;
     struct fi_info *hints = hints_for(config);
@@ -213,7 +214,7 @@ static int find_provider(fabric_registrar *f, const jemhooks_fabric_config *conf
         fabric_host->set_error("opening registrar fabric: no memory for libfabric's hints");
         return -ENOMEM;
     }
-    int result = fi_getinfo(FI_VERSION(1, 17), node, service, node || service ? FI_SOURCE : 0, hints, &f->info);
+    int result = fi_getinfo(FI_VERSION(1, 17), node, service, node || service ? FI_SOURCE : 0, hints, list);
     fi_freeinfo(hints);
     if (!result) return 0;
     fabric_host->set_error("opening registrar fabric: fi_getinfo for provider %s, node %s, service %s, domain %s: %s; "
@@ -232,9 +233,7 @@ static void start_keys(fabric_registrar *f) {
     atomic_init(&f->next_key, start & f->last_key >> 1); /* the whole upper half is still to come */
 }
 
-static void fabric_close(void *self) {
-    fabric_registrar *f = self;
-    if (getpid() != f->owner) return; /* in a forked child: closing would end the parent's connections */
+static void close_objects(fabric_registrar *f) {
     if (f->ep) fi_close(&f->ep->fid);
     if (f->endpoint) endpoint_close(f->endpoint);
     if (f->av) fi_close(&f->av->fid);
@@ -242,6 +241,13 @@ static void fabric_close(void *self) {
     if (f->domain) fi_close(&f->domain->fid);
     if (f->fabric) fi_close(&f->fabric->fid);
     if (f->info) fi_freeinfo(f->info);
+    f->ep = NULL, f->endpoint = NULL, f->av = NULL, f->cq = NULL, f->domain = NULL, f->fabric = NULL, f->info = NULL;
+}
+
+static void fabric_close(void *self) {
+    fabric_registrar *f = self;
+    if (getpid() != f->owner) return; /* in a forked child: closing would end the parent's connections */
+    close_objects(f);
     free(f);
 }
 
@@ -299,8 +305,25 @@ static int open_endpoint(fabric_registrar *f, const char *node) {
     int result = open_objects(f, &call);
     if (!result) return endpoint_open(f, f->max_outstanding);
     fabric_host->set_error("opening registrar fabric: %s with provider %s, node %s: %s; the node must be an address of this "
-                           "host", call, f->info->fabric_attr->prov_name, node && *node ? node : "any", fi_strerror(-result));
+                           "host; if it is, this provider does not work here: name another", call,
+                           f->info->fabric_attr->prov_name, node && *node ? node : "any", fi_strerror(-result));
     return fabric_errno(result);
+}
+
+/* The first that works: libfabric also lists what then fails (verbs over Soft-RoCE, whose queues are too short for it). */
+static int open_any(fabric_registrar *f, const struct fi_info *list, const char *node) {
+    int result = -ENODATA;
+    for (; list && result; list = list->next) {
+        f->info = fi_dupinfo(list);
+        if (!f->info) {
+            fabric_host->set_error("opening registrar fabric: no memory for libfabric's info");
+            return -ENOMEM;
+        }
+        start_keys(f);
+        result = open_endpoint(f, node);
+        if (result) close_objects(f);
+    }
+    return result;
 }
 
 MODULE_EXPORT jemhooks_module_open jemhooks_registrar_module;
@@ -322,11 +345,10 @@ int jemhooks_registrar_module(const jemhooks_host *host, const void *config, con
     }
     f->owner = getpid();
     f->max_outstanding = ours.max_outstanding;
-    result = find_provider(f, &ours);
-    if (!result) {
-        start_keys(f);
-        result = open_endpoint(f, ours.node);
-    }
+    struct fi_info *list = NULL;
+    result = find_providers(&ours, &list);
+    if (!result) result = open_any(f, list, ours.node);
+    fi_freeinfo(list);
     if (result) {
         fabric_close(f);
         return result;

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import functools
 import gc
 import os
 import resource
 import sys
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from .._native import check, ffi, lib
 from ..access import Access
-from ..errors import ClosedError, ConfigError, RegistrationError
+from ..errors import ClosedError, ConfigError, ForkError, RegistrationError
 from ..sizes import text
 from .base import NativeRegistrar, Registrar
 
@@ -27,6 +29,7 @@ _FLAGS = {
     Access.ON_DEMAND: 1 << 6,
     Access.RELAXED_ORDERING: 1 << 20,
 }
+_open: weakref.WeakSet[Any] = weakref.WeakSet()  # our pyverbs MRs
 
 
 class VerbsInfo(NamedTuple):
@@ -77,11 +80,21 @@ def _watched() -> type:
             home, self.home = self.home, 0
             if not home:
                 super().close()
-            elif rc := lib.jemhooks_deregister(ffi.cast("void *", home)):  # which comes back here
+            elif rc := lib.jemhooks_deregister(ffi.cast("void *", home), True):  # which comes back here
                 self.home = home
                 check(rc)
 
     return Watched
+
+
+@atexit.register
+def _keep_open() -> None:
+    """Leave open MRs to the kernel. The interpreter's last garbage collection could free their context before them, and
+    they would crash; and those in a forked child are the parent's."""
+    import ctypes
+
+    for mr in list(_open):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mr))
 
 
 class Verbs(NativeRegistrar):
@@ -93,8 +106,8 @@ class Verbs(NativeRegistrar):
     :raises RegistrationError: no such device, or it cannot be opened. :raises LoadError: libibverbs is missing.
     :raises ConfigError: not a PD, or of another device. :raises ClosedError: the PD is closed.
 
-    Closing a pyverbs PD, or its context, ends the registrations first: keys asked for later raise RegistrationError. It
-    is refused while a lease is held. Thread-safe.
+    Closing a pyverbs PD, or its context, ends the registrations first, leased or not, on all rails: keys that are asked
+    for later raise RegistrationError. Thread-safe.
     """
 
     def __init__(self, device: str | None = None, *, pd: Any = None) -> None:
@@ -130,7 +143,12 @@ class Verbs(NativeRegistrar):
         return super()._native() if self._pd is None else Registrar._native(self)
 
     def _open_device(self) -> str:
-        """The name of the PD's device. A closed pyverbs PD must not be used: it would crash. :raises ClosedError:"""
+        """The name of the PD's device. A closed pyverbs PD must not be used: it would crash.
+
+        :raises ClosedError, ForkError:
+        """
+        if self._pid != os.getpid():
+            raise ForkError("the protection domain was opened before the fork; open one in this process")
         context = _context(self._pd)
         if context is None and _is_pyverbs(self._pd):
             raise ClosedError("the protection domain, or its device context, is closed; open another registrar")
@@ -147,6 +165,7 @@ class Verbs(NativeRegistrar):
             if _is_pyverbs(self._pd):
                 mr = _watched()(self._pd, length, flags, address=addr)
                 mr.home = addr
+                _open.add(mr)
             else:
                 mr = self._pd.reg_mr(addr, length, flags)
         except Exception as e:
@@ -164,4 +183,7 @@ class Verbs(NativeRegistrar):
         """End what :meth:`register` returned."""
         if _is_pyverbs(self._pd):
             handle.home = 0
-        handle.close()
+            handle.close()
+            _open.discard(handle)
+        else:
+            handle.close()

@@ -86,24 +86,33 @@ static void dropped(void) {
     jemhooks_arena *arena = arena_on(NULL, &null, 1);
     unsigned char *p = must_have(jemhooks_alloc(arena, MIB), "block");
     jemhooks_key first, second, none = {0};
-    CHECK("dropped", !jemhooks_deregister(p), "a region that was never registered: %s", jemhooks_last_error());
+    CHECK("dropped", !jemhooks_deregister(p, 0), "a region that was never registered: %s", jemhooks_last_error());
     fill(p, MIB, 1);
     MUST(jemhooks_lease(p, &first));
-    CHECK("dropped", jemhooks_deregister(p) == -EBUSY && jemhooks_last_error_kind() == JEMHOOKS_ERROR_BUSY &&
+    CHECK("dropped", jemhooks_deregister(p, 0) == -EBUSY && jemhooks_last_error_kind() == JEMHOOKS_ERROR_BUSY &&
           !jemhooks_lookup(p, &second), "a leased region was deregistered");
     MUST(jemhooks_release(p));
-    MUST(jemhooks_deregister(p + 77));
+    MUST(jemhooks_deregister(p + 77, 0));
     CHECK("dropped", jemhooks_lookup(p, &none) == -EAGAIN, "the key outlived its registration");
     CHECK("dropped", !null_stats(null).live, "the registrar was not told");
     CHECK("dropped", filled(p, MIB, MIB, 1), "deregistering changed live bytes");
     MUST(jemhooks_get_key(p, &second));
     CHECK("dropped", second.lkey != first.lkey && second.generation != first.generation, "the old key came back");
     CHECK("dropped", filled(p, MIB, MIB, 1), "registering again changed live bytes");
+    MUST(jemhooks_lease(p, NULL));
+    MUST(jemhooks_deregister(p, 1));
+    CHECK("dropped", jemhooks_lookup(p, &none) == -EAGAIN && !null_stats(null).live && region_at(arena, p).leases == 1,
+          "deregistered despite a lease, which is still to be released");
+    MUST(jemhooks_lease(p, &second));
+    CHECK("dropped", region_at(arena, p).leases == 2 && !jemhooks_lookup(p, &none), "a second lease registers again");
+    MUST(jemhooks_release(p));
+    MUST(jemhooks_release(p));
+    CHECK("dropped", jemhooks_release(p) == -EALREADY, "leases are counted across a deregistration");
     MUST(jemhooks_null_fail(null, JEMHOOKS_NULL_DEREGISTER, 1, EIO));
-    CHECK("dropped", jemhooks_deregister(p) == -EIO && !jemhooks_lookup(p, &none) && none.lkey == second.lkey,
+    CHECK("dropped", jemhooks_deregister(p, 0) == -EIO && !jemhooks_lookup(p, &none) && none.lkey == second.lkey,
           "a registrar that fails to deregister leaves region and key as they were");
     MUST(jemhooks_free(p));
-    CHECK("dropped", jemhooks_deregister(&none) == -ENOENT, "an address that is not ours");
+    CHECK("dropped", jemhooks_deregister(&none, 1) == -ENOENT, "an address that is not ours");
     arena_end(arena);
     jemhooks_registrar_close(null);
 }
