@@ -348,6 +348,11 @@ int jemhooks_trim(jemhooks_arena *arena, size_t *released) {
     return rc;
 }
 
+int jemhooks_revoke(jemhooks_arena *arena) {
+    int rc = usable("jemhooks_revoke", arena);
+    return rc ? rc : jh_space_revoke(&arena->space);
+}
+
 int jemhooks_regions(jemhooks_arena *arena, jemhooks_region_info *info, size_t *count) {
     int rc = usable("jemhooks_regions", arena);
     if (rc) return rc;

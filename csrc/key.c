@@ -137,12 +137,3 @@ int jemhooks_release(const void *p) {
     return jh_fail(JEMHOOKS_ERROR_CONFIG, EALREADY, "jemhooks_release: the region of %p holds no lease; release once for each "
                    "jemhooks_lease()", p);
 }
-
-int jemhooks_deregister(const void *p, int leased) {
-    int rc;
-    jh_registration *r = find("jemhooks_deregister", p, &rc);
-    if (!r || (rc = jh_deregister(r, leased ? JH_DESPITE_LEASES : JH_DESPITE_BLOCKS)) <= 0) return rc; /* 1: leased, or not registered */
-    if (jh_state(r->hot) != JEMHOOKS_REGISTERED) return 0;
-    return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "jemhooks_deregister: the region of %p in arena '%s' is leased; release its leases "
-                   "first", p, r->rails->name);
-}

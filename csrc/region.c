@@ -301,6 +301,15 @@ int jh_space_trim(jh_space *s, size_t *released) {
     return first;
 }
 
+int jh_space_revoke(jh_space *s) {
+    int first = 0;
+    for (jh_region *r = atomic_load(&s->regions); r; r = r->next) {
+        int rc = jh_deregister(&r->registration, JH_DESPITE_LEASES);
+        if (rc < 0 && !first) first = rc;
+    }
+    return first;
+}
+
 size_t jh_space_leases(const jh_space *s) {
     size_t n = 0;
     for (jh_region *r = atomic_load(&s->regions); r; r = r->next)

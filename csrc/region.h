@@ -41,6 +41,8 @@ int jh_space_close(jh_space *s);
 int jh_space_map_whole(jh_space *s);
 /* Deregisters idle unleased regions; their bytes are added to *released. The first error, recorded. */
 int jh_space_trim(jh_space *s, size_t *released);
+/* Deregisters all of them. The first error, recorded. */
+int jh_space_revoke(jh_space *s);
 /* Leases held in the space. */
 size_t jh_space_leases(const jh_space *s);
 size_t jh_space_committed(const jh_space *s);

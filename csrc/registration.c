@@ -185,9 +185,13 @@ static bool claim_to_deregister(jh_registration *r, enum jh_despite despite) {
 }
 
 int jh_deregister(jh_registration *r, enum jh_despite despite) {
-    int state = settled(r);
-    if (state < 0) return state;
-    if (state != JEMHOOKS_REGISTERED || !claim_to_deregister(r, despite)) return 1;
+    for (bool mine = false; !mine;) {
+        int state = settled(r);
+        if (state < 0) return state;
+        if (state != JEMHOOKS_REGISTERED) return 1;
+        mine = claim_to_deregister(r, despite);
+        if (!mine && despite != JH_DESPITE_LEASES) return 1; /* else another thread has just claimed it */
+    }
     JH_PAUSE(deregistering);
     int rc = drop(r, 0);
     if (!r->live) {

@@ -18,6 +18,7 @@ jh.bootstrap()  # restarts Python once if libjemalloc would not load; so it come
 
 import argparse
 import collections
+import contextlib
 import hashlib
 import signal
 import socket
@@ -61,7 +62,7 @@ class Store:
             if self.index[at]["name"] in (b"", mark):
                 break
         else:
-            raise SystemExit(f"all {self.slots} slots are in use; start the server with more --slots")
+            raise SystemExit(f"no slot of {self.slots} is left for '{name}'; start the server with more --slots")
         memory = self.arena.array(np.frombuffer(value or b"\0", "u1"))
         key = jh.key(memory)
         slot = self.index[at]
@@ -119,18 +120,16 @@ class Reader:
 
 
 def serve(channel: Channel, device: Device, store: Store) -> None:
-    """One client: all that it ever needs from this CPU."""
+    """One client: all that it ever needs from this CPU. However it ends, the next one is served."""
     queue = QueuePair(device)
-    queue.connect(channel.ask({"address": queue.address(), "metadata": store.metadata()}))
-    channel.send("connected")
-    while True:
-        try:
+    with contextlib.suppress(EOFError, OSError, ValueError):
+        queue.connect(channel.ask({"address": queue.address(), "metadata": store.metadata()}))
+        channel.send("connected")
+        while True:
             request = channel.receive()
-        except EOFError:
-            break
-        for name, value in request.items():  # only --loopback writes from outside
-            store.put(name, value.encode())
-        channel.send(len(request))
+            for name, value in request.items():  # only --loopback writes from outside
+                store.put(name, value.encode())
+            channel.send(len(request))
     queue.close()
     channel.close()
 

@@ -119,6 +119,8 @@ class Arena(Arrays):
         self._host_accessible = provider is None or provider.host_accessible
         self._closed = False
         by_address[self._address] = self
+        for registrar in self.registrars:
+            registrar._joined(self)
 
     # ---- life -----------------------------------------------------------------------------------------------------
 
@@ -155,6 +157,15 @@ class Arena(Arrays):
                 warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
         finally:  # a filter may turn the warning into an exception
             lib.jh_face_abandon(face)
+
+    def _revoke(self) -> None:
+        """End every registration now: a registrar's resource is about to go. Nothing to do if the arena is gone."""
+        if lib.jh_face_enter(self._face, True):
+            return
+        try:
+            check(lib.jemhooks_revoke(lib.jh_face_arena(self._face)))
+        finally:
+            lib.jh_face_leave(self._face)
 
     def _keeper(self) -> Any:
         """A destructor that keeps the arena and does nothing, not even run Python code."""

@@ -19,10 +19,9 @@ SGE_DTYPE = np.dtype([("addr", "u8"), ("length", "u4"), ("lkey", "u4")])  # stru
 
 def scatter_list(face: Any, name: str, objects: Iterable[Any], rail: int) -> npt.NDArray[Any]:
     """See :meth:`Arena.sges`."""
-    try:
-        spans = [solid(o) for o in objects]
-    except TypeError:
-        raise ConfigError(f"sges: {objects!r} is not an iterable of memory; pass a list, maybe of one") from None
+    if not isinstance(objects, Iterable):
+        raise ConfigError(f"sges: {objects!r} is not an iterable of memory; pass a list, maybe of one")
+    spans = [solid(o) for o in objects]
     if any(length is None for _, length in spans):
         raise ConfigError("sges: an integer address has no length; pass a block, an array or a memoryview")
     addresses = np.array([address for address, _ in spans], np.uint64)
@@ -41,10 +40,10 @@ def scatter_list(face: Any, name: str, objects: Iterable[Any], rail: int) -> npt
         return out
     address, length = spans[done[0]]
     which = f"sges: element {done[0]}, {length} bytes at {address:#x},"
-    if rc == -errno.EXDEV:
+    if rc == errno.EXDEV:
         raise NotOursError(f"{which} is not memory of arena '{name}'; ask the arena that it belongs to")
-    if rc == -errno.EMSGSIZE:
+    if rc == errno.EMSGSIZE:
         raise ConfigError(f"{which} does not fit: an element has 1 to {2**32 - 1} bytes, all in one region")
-    if rc == -errno.EOVERFLOW:
+    if rc == errno.EOVERFLOW:
         raise ConfigError(f"{which} has a local key of more than 32 bits; its registrar is not one of verbs")
     raise error(rc)

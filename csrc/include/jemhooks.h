@@ -156,13 +156,6 @@ JEMHOOKS_API int jemhooks_packed_key(const void *p, unsigned rail, const void **
 JEMHOOKS_API int jemhooks_lease(const void *p, jemhooks_key *key);
 JEMHOOKS_API int jemhooks_release(const void *p);
 
-/* Ends the registration of p's region on all rails now, live blocks or not; the next key registers it anew. For peers that
- * must lose their keys, and with `leased` (despite leases, which then keep nothing registered) for a resource that is about to
- * go, such as a protection domain. The caller sees to it that nobody uses a key any more; a transfer under way is not waited
- * for. 0: it is not registered now; -EBUSY: leased; -EDEADLK as for keys; else the registrar's error, and it is still
- * registered. */
-JEMHOOKS_API int jemhooks_deregister(const void *p, int leased);
-
 /* ---- registrars ------------------------------------------------------------------------------------------------ */
 
 enum jemhooks_access {
@@ -320,6 +313,12 @@ JEMHOOKS_API size_t jemhooks_usable_size(const void *p);
 /* Empties the calling thread's cache, returns all free pages, deregisters every idle and unleased region and gives its
  * pages back. *released (may be NULL): bytes deregistered. */
 JEMHOOKS_API int jemhooks_trim(jemhooks_arena *arena, size_t *released);
+
+/* Ends every registration of the arena now, on all its rails, live blocks and leases or not; the next key registers anew. For
+ * a resource that is about to go, such as a protection domain. A transfer under way is not waited for, and a lease taken before
+ * keeps nothing registered. The first error of a registrar is returned: its region is still registered. -EDEADLK: called from
+ * inside a registrar; -ECHILD. */
+JEMHOOKS_API int jemhooks_revoke(jemhooks_arena *arena);
 
 typedef struct jemhooks_region_info {
     uint64_t base, length, committed; /* bytes; committed: held by jemalloc (in use, dirty or muzzy) */

@@ -200,11 +200,11 @@ static int sge(const jh_face *f, unsigned rail, uint64_t address, uint64_t lengt
     const void *p = (const void *)(uintptr_t)address;
     const jemhooks_region *r = jemhooks_region_of(p);
     jemhooks_key key;
-    if (!r || __atomic_load_n(&r->arena, __ATOMIC_ACQUIRE) != f->arena) return -EXDEV;
+    if (!r || __atomic_load_n(&r->arena, __ATOMIC_ACQUIRE) != f->arena) return EXDEV;
     int rc = rail ? jemhooks_get_rail_key(p, rail, &key) : jemhooks_get_key(p, &key);
     if (rc) return rc;
-    if (!length || length > UINT32_MAX || length > key.length) return -EMSGSIZE;
-    if (key.lkey > UINT32_MAX) return -EOVERFLOW;
+    if (!length || length > UINT32_MAX || length > key.length) return EMSGSIZE;
+    if (key.lkey > UINT32_MAX) return EOVERFLOW;
     *out = (jh_face_sge){address, (uint32_t)length, (uint32_t)key.lkey};
     return 0;
 }

@@ -58,9 +58,9 @@ typedef struct jh_face_sge {
     uint64_t addr;
     uint32_t length, lkey;
 } jh_face_sge;
-/* The scatter list of n ranges of the face's own memory, with local keys of `rail`. *done: how many were filled in. -EXDEV: the
- * next lies in another arena or in none; -EMSGSIZE: it has no bytes, 4 GiB or more, or reaches beyond its region; -EOVERFLOW:
- * its key has more than 32 bits; or the errors of jemhooks_get_rail_key(). Only the latter are recorded. */
+/* The scatter list of n ranges of the face's own memory, with local keys of `rail`. *done: how many were filled in. EXDEV: the
+ * next lies in another arena or in none; EMSGSIZE: it has no bytes, 4 GiB or more, or reaches beyond its region; EOVERFLOW:
+ * its key has more than 32 bits. Negative: the errors of jemhooks_get_rail_key(), recorded. */
 int jh_face_sges(jh_face *face, unsigned rail, size_t n, const uint64_t *addresses, const uint64_t *lengths, jh_face_sge *sges,
                  size_t *done);
 

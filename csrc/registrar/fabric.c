@@ -300,28 +300,32 @@ bool fabric_is_address(const fabric_registrar *f, const char *address, size_t le
     return length == own;
 }
 
-static int open_endpoint(fabric_registrar *f, const char *node) {
+static int open_endpoint(fabric_registrar *f, const char *node, bool explain) {
     const char *call;
     int result = open_objects(f, &call);
     if (!result) return endpoint_open(f, f->max_outstanding);
-    fabric_host->set_error("opening registrar fabric: %s with provider %s, node %s: %s; the node must be an address of this "
-                           "host; if it is, this provider does not work here: name another", call,
-                           f->info->fabric_attr->prov_name, node && *node ? node : "any", fi_strerror(-result));
+    if (explain)
+        fabric_host->set_error("opening registrar fabric: %s with provider %s, node %s: %s; the node must be an address of "
+                               "this host; if it is, this provider does not work here: name another", call,
+                               f->info->fabric_attr->prov_name, node && *node ? node : "any", fi_strerror(-result));
     return fabric_errno(result);
 }
 
-/* The first that works: libfabric also lists what then fails (verbs over Soft-RoCE, whose queues are too short for it). */
-static int open_any(fabric_registrar *f, const struct fi_info *list, const char *node) {
+/* libfabric's first choice; where no provider is named, the first that can be used at all (libfabric lists verbs over Soft-RoCE,
+ * whose queues are then too short for it). */
+static int open_first(fabric_registrar *f, const struct fi_info *list, const jemhooks_fabric_config *config) {
     int result = -ENODATA;
-    for (; list && result; list = list->next) {
-        f->info = fi_dupinfo(list);
+    bool again = true;
+    for (const struct fi_info *i = list; i && again; i = i->next) {
+        f->info = fi_dupinfo(i);
         if (!f->info) {
             fabric_host->set_error("opening registrar fabric: no memory for libfabric's info");
             return -ENOMEM;
         }
         start_keys(f);
-        result = open_endpoint(f, node);
+        result = open_endpoint(f, config->node, i == list);
         if (result) close_objects(f);
+        again = result && !config->provider && result != -EADDRINUSE && result != -EADDRNOTAVAIL && result != -EMFILE;
     }
     return result;
 }
@@ -347,7 +351,7 @@ int jemhooks_registrar_module(const jemhooks_host *host, const void *config, con
     f->max_outstanding = ours.max_outstanding;
     struct fi_info *list = NULL;
     result = find_providers(&ours, &list);
-    if (!result) result = open_any(f, list, ours.node);
+    if (!result) result = open_first(f, list, &ours);
     fi_freeinfo(list);
     if (result) {
         fabric_close(f);

@@ -78,7 +78,7 @@ static int verbs_deregister(void *self, jemhooks_mr *mr) {
     int error = ibv_dereg_mr(mr->handle);
     if (error)
         host->set_error("verbs: ibv_dereg_mr of rkey %#llx on device %s: %s%s", (unsigned long long)mr->rkey, name_of(v),
-                        strerror(error), error == EBUSY ? "; a memory window is still bound to it: deallocate that first" : "");
+                        strerror(error), error == EBUSY || error == EINVAL ? "; deallocate memory windows that are bound to it first" : "");
     return -error;
 }
 
@@ -139,9 +139,9 @@ static int open_device(const char *wanted, struct ibv_context **context) {
     errno = 0;
     struct ibv_device **list = ibv_get_device_list(&count);
     if (!list || !count) {
-        error = errno && errno != ENOSYS ? errno : ENODEV;
+        error = list || errno == ENOSYS ? ENODEV : errno; /* ENOSYS: the kernel has no RDMA loaded */
         host->set_error("opening registrar verbs: this host has no RDMA device (%s); load its driver, or make a Soft-RoCE one: "
-                        "rdma link add rxe0 type rxe netdev eth0", errno ? strerror(errno) : "none is listed");
+                        "rdma link add rxe0 type rxe netdev eth0", list ? "none is listed" : strerror(errno));
         if (list) ibv_free_device_list(list);
         return -error;
     }
@@ -150,10 +150,9 @@ static int open_device(const char *wanted, struct ibv_context **context) {
     for (int i = 0; i < count && !found; i++) {
         const char *name = ibv_get_device_name(list[i]);
         if (wanted && strcmp(wanted, name)) continue;
-        tried = name;
         errno = 0;
         found = ibv_open_device(list[i]);
-        if (!found) error = errno ? errno : EIO;
+        if (!found) error = errno ? errno : EIO, tried = name;
         else if (!wanted && !has_active_port(found)) {
             ibv_close_device(found);
             found = NULL;

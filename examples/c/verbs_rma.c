@@ -286,11 +286,13 @@ static int tcp(const options *o) {
     int rc = getaddrinfo(o->host, o->port, &hints, &found), on = 1, fd = -1;
     if (rc) die("%s port %s: %s", o->host ? o->host : "any address", o->port, gai_strerror(rc));
     time_t end = time(NULL) + TIMEOUT_S;
-    do { /* the server may still be starting */
+    struct addrinfo *at = found;
+    do { /* one address after the other; the server may still be starting */
         if (fd >= 0) close(fd), usleep(100000);
-        fd = socket(found->ai_family, SOCK_STREAM, 0);
+        fd = socket(at->ai_family, SOCK_STREAM, 0);
         setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
-        rc = o->server ? bind(fd, found->ai_addr, found->ai_addrlen) : connect(fd, found->ai_addr, found->ai_addrlen);
+        rc = o->server ? bind(fd, at->ai_addr, at->ai_addrlen) : connect(fd, at->ai_addr, at->ai_addrlen);
+        at = at->ai_next ? at->ai_next : found;
     } while (rc && !o->server && time(NULL) < end);
     if (rc || (o->server && listen(fd, 1))) die("%s port %s: %s", o->host ? o->host : "own", o->port, strerror(errno));
     freeaddrinfo(found);

@@ -71,6 +71,9 @@ class Registrar:
         finally:
             lib.jemhooks_registrar_close(out[0])
 
+    def _joined(self, arena: Any) -> None:
+        """An arena was made that uses this registrar."""
+
     def close(self) -> None:
         """Refuse new arenas; those that use the registrar go on. Idempotent."""
         self._closed = True

@@ -9,13 +9,15 @@ import gc
 import os
 import resource
 import sys
+import threading
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .._native import check, ffi, lib
+from .._native import callbacks, check, ffi, lib
 from ..access import Access
 from ..errors import ClosedError, ConfigError, ForkError, RegistrationError
+from ..lifetime import drain
 from ..sizes import text
 from .base import NativeRegistrar, Registrar
 
@@ -29,6 +31,7 @@ _FLAGS = {
     Access.ON_DEMAND: 1 << 6,
     Access.RELAXED_ORDERING: 1 << 20,
 }
+_PATIENCE = 30.0  # seconds for another thread to end a registration
 _open: weakref.WeakSet[Any] = weakref.WeakSet()  # our pyverbs MRs
 
 
@@ -69,22 +72,22 @@ def _context(pd: Any) -> Any:
 
 
 @functools.cache
-def _watched() -> type:
-    """The class of our pyverbs MRs: a PD that is closed closes them first, and then their keys must be gone, too."""
+def _watched() -> tuple[Any, Any]:
+    """The class of our pyverbs MRs, and its base. A PD that closes closes them first: then their keys must go, too."""
     from pyverbs.mr import MR
 
     class Watched(MR):  # type: ignore[misc]
-        home = 0  # first byte of the region, while only jemhooks may close it
+        keeper: Verbs | None = None  # while jemhooks has the registration
+        failed = False  # it could not be ended when it should have been
 
         def close(self) -> None:
-            home, self.home = self.home, 0
-            if not home:
-                super().close()
-            elif rc := lib.jemhooks_deregister(ffi.cast("void *", home), True):  # which comes back here
-                self.home = home
-                check(rc)
+            # Also called while the object is freed, without its attributes: then it must not get new ones.
+            if self.keeper is None:
+                MR.close(self)
+            else:
+                self.keeper._pd_closes(self)
 
-    return Watched
+    return Watched, MR
 
 
 @atexit.register
@@ -107,12 +110,16 @@ class Verbs(NativeRegistrar):
     :raises ConfigError: not a PD, or of another device. :raises ClosedError: the PD is closed.
 
     Closing a pyverbs PD, or its context, ends the registrations first, leased or not, on all rails: keys that are asked
-    for later raise RegistrationError. Thread-safe.
+    for later raise RegistrationError. Thread-safe; but a pyverbs PD must not be closed while the first region is just
+    being registered with it, which pyverbs itself does not survive.
     """
 
     def __init__(self, device: str | None = None, *, pd: Any = None) -> None:
         name = None if device is None else ffi.new("char[]", text(device, "device"))
         self._pd = pd
+        self._closing = False
+        self._changed = threading.Condition()  # guards _closing, _arenas, and the making and the end of MRs
+        self._arenas: weakref.WeakSet[Any] = weakref.WeakSet()
         if pd is None:
             config = ffi.new("jemhooks_verbs_config *")
             config.size = ffi.sizeof("jemhooks_verbs_config")
@@ -155,6 +162,25 @@ class Verbs(NativeRegistrar):
         name = getattr(context, "name", "?")
         return name.decode() if isinstance(name, bytes) else str(name)
 
+    def _joined(self, arena: Any) -> None:
+        with self._changed:
+            self._arenas.add(arena)
+
+    def _pyverbs_mr(self, addr: int, length: int, flags: int) -> Any:
+        watched, _ = _watched()
+        with self._changed:  # so that the PD does not close meanwhile, which pyverbs would not survive
+            if self._closing:
+                raise ClosedError("the protection domain is being closed; open another registrar")
+            mr = watched.__new__(watched, self._pd, length, flags, address=addr)
+            mr.keeper = self  # before the PD knows it
+            try:
+                mr.__init__(self._pd, length, flags, address=addr)
+            except BaseException:
+                mr.keeper = None
+                raise
+            _open.add(mr)
+            return mr
+
     def register(self, addr: int, length: int, access: Access) -> tuple[int, int, Any]:
         """Register with the caller's PD."""
         flags = 0
@@ -162,12 +188,7 @@ class Verbs(NativeRegistrar):
             flags |= theirs if access & ours else 0
         device = self._open_device()
         try:
-            if _is_pyverbs(self._pd):
-                mr = _watched()(self._pd, length, flags, address=addr)
-                mr.home = addr
-                _open.add(mr)
-            else:
-                mr = self._pd.reg_mr(addr, length, flags)
+            mr = (self._pyverbs_mr if _is_pyverbs(self._pd) else self._pd.reg_mr)(addr, length, flags)
         except Exception as e:
             failed = RegistrationError(
                 f"registering {length} bytes at {addr:#x} on device {device} with access {flags:#x}: {e}; "
@@ -181,9 +202,35 @@ class Verbs(NativeRegistrar):
 
     def deregister(self, handle: Any) -> None:
         """End what :meth:`register` returned."""
-        if _is_pyverbs(self._pd):
-            handle.home = 0
+        if not _is_pyverbs(self._pd):
             handle.close()
-            _open.discard(handle)
-        else:
-            handle.close()
+            return
+        try:
+            _watched()[1].close(handle)
+        except BaseException:
+            handle.failed = True
+            raise
+        with self._changed:
+            handle.keeper = None
+            self._changed.notify_all()
+        _open.discard(handle)
+
+    def _pd_closes(self, mr: Any) -> None:
+        """The PD is about to go, with all of its MRs: end the registrations of all our arenas."""
+        if self._pid != os.getpid():
+            raise ForkError("the protection domain is the parent process's; leave it alone here")
+        if callbacks.depth:
+            raise RegistrationError("a protection domain was closed from inside a registrar; close it elsewhere")
+        with self._changed:
+            self._closing = True
+        drain()
+        with self._changed:
+            arenas = list(self._arenas)
+        for arena in arenas:
+            arena._revoke()
+        with self._changed:  # another thread may just be ending the arena
+            if not self._changed.wait_for(lambda: mr.keeper is None or mr.failed, _PATIENCE):
+                raise RegistrationError("another thread has not ended a registration of this PD; close it again")
+        if mr.keeper is not None:  # its region is kept for good, and found no more
+            _watched()[1].close(mr)
+            mr.keeper = None

@@ -79,41 +79,68 @@ static void leases(void) {
     jemhooks_registrar_close(null);
 }
 
-/* ---- deregistered by the user, blocks or not ---------------------------------------------------------------------- */
+/* ---- revoked, blocks and leases or not ------------------------------------------------------------------------------ */
 
-static void dropped(void) {
+static void revoked(void) {
     jemhooks_registrar *null = null_open(NULL);
     jemhooks_arena *arena = arena_on(NULL, &null, 1);
     unsigned char *p = must_have(jemhooks_alloc(arena, MIB), "block");
     jemhooks_key first, second, none = {0};
-    CHECK("dropped", !jemhooks_deregister(p, 0), "a region that was never registered: %s", jemhooks_last_error());
+    MUST(jemhooks_revoke(arena)); /* nothing is registered */
     fill(p, MIB, 1);
     MUST(jemhooks_lease(p, &first));
-    CHECK("dropped", jemhooks_deregister(p, 0) == -EBUSY && jemhooks_last_error_kind() == JEMHOOKS_ERROR_BUSY &&
-          !jemhooks_lookup(p, &second), "a leased region was deregistered");
-    MUST(jemhooks_release(p));
-    MUST(jemhooks_deregister(p + 77, 0));
-    CHECK("dropped", jemhooks_lookup(p, &none) == -EAGAIN, "the key outlived its registration");
-    CHECK("dropped", !null_stats(null).live, "the registrar was not told");
-    CHECK("dropped", filled(p, MIB, MIB, 1), "deregistering changed live bytes");
-    MUST(jemhooks_get_key(p, &second));
-    CHECK("dropped", second.lkey != first.lkey && second.generation != first.generation, "the old key came back");
-    CHECK("dropped", filled(p, MIB, MIB, 1), "registering again changed live bytes");
-    MUST(jemhooks_lease(p, NULL));
-    MUST(jemhooks_deregister(p, 1));
-    CHECK("dropped", jemhooks_lookup(p, &none) == -EAGAIN && !null_stats(null).live && region_at(arena, p).leases == 1,
-          "deregistered despite a lease, which is still to be released");
+    MUST(jemhooks_revoke(arena));
+    CHECK("revoked", jemhooks_lookup(p, &none) == -EAGAIN && !null_stats(null).live && region_at(arena, p).leases == 1,
+          "a key outlived its registration");
+    CHECK("revoked", filled(p, MIB, MIB, 1), "revoking changed live bytes");
+    CHECK("revoked", jemhooks_arena_destroy(arena) == -EBUSY, "a lease counts although its registration was revoked");
     MUST(jemhooks_lease(p, &second));
-    CHECK("dropped", region_at(arena, p).leases == 2 && !jemhooks_lookup(p, &none), "a second lease registers again");
+    CHECK("revoked", region_at(arena, p).leases == 2 && second.lkey != first.lkey && second.generation != first.generation &&
+          !jemhooks_lookup(p, &none), "a second lease registers anew");
+    CHECK("revoked", filled(p, MIB, MIB, 1), "registering again changed live bytes");
     MUST(jemhooks_release(p));
     MUST(jemhooks_release(p));
-    CHECK("dropped", jemhooks_release(p) == -EALREADY, "leases are counted across a deregistration");
+    CHECK("revoked", jemhooks_release(p) == -EALREADY, "leases are counted across a revocation");
     MUST(jemhooks_null_fail(null, JEMHOOKS_NULL_DEREGISTER, 1, EIO));
-    CHECK("dropped", jemhooks_deregister(p, 0) == -EIO && !jemhooks_lookup(p, &none) && none.lkey == second.lkey,
+    CHECK("revoked", jemhooks_revoke(arena) == -EIO && !jemhooks_lookup(p, &none) && none.lkey == second.lkey,
           "a registrar that fails to deregister leaves region and key as they were");
+    MUST(jemhooks_revoke(arena));
     MUST(jemhooks_free(p));
-    CHECK("dropped", jemhooks_deregister(&none, 1) == -ENOENT, "an address that is not ours");
+    CHECK("revoked", jemhooks_revoke(NULL) == -EINVAL, "no arena");
     arena_end(arena);
+    jemhooks_registrar_close(null);
+}
+
+/* While others ask for keys and take leases: after each revocation every key is new. */
+static atomic_bool quiet;
+static jemhooks_arena *revocable;
+
+static void *revoke_always(void *arg) {
+    (void)arg;
+    while (!atomic_load(&quiet)) MUST(jemhooks_revoke(revocable));
+    return NULL;
+}
+
+static void revoked_under_load(void) {
+    jemhooks_registrar *null = null_open(NULL);
+    revocable = arena_on(NULL, &null, 1);
+    pthread_t thread[2];
+    for (int i = 0; i < 2; i++) thread[i] = start_thread(revoke_always, NULL);
+    for (long i = 0; i < 20 * option("rounds", 300); i++) {
+        jemhooks_key key;
+        char *p = must_have(jemhooks_alloc(revocable, 1 + (size_t)i % (3 * MIB)), "block");
+        MUST(jemhooks_get_key(p, &key));
+        CHECK("revoked", key.addr == (uintptr_t)p && key.lkey, "a key that makes no sense");
+        MUST(jemhooks_lease(p, &key));
+        MUST(jemhooks_release(p));
+        MUST(jemhooks_free(p));
+    }
+    atomic_store(&quiet, true);
+    for (int i = 0; i < 2; i++) join_thread(thread[i]);
+    MUST(jemhooks_revoke(revocable));
+    CHECK("revoked", !null_stats(null).live && !null_stats(null).errors, "%zu registrations are left",
+          (size_t)null_stats(null).live);
+    arena_end(revocable);
     jemhooks_registrar_close(null);
 }
 
@@ -271,7 +298,8 @@ static void reentry(void) {
 
 int main(int argc, char **argv) {
     static const test_case cases[] = {{"once", once},     {"leases", leases},   {"lasting", lasting},
-                                      {"leased", leased}, {"reentry", reentry}, {"dropped", dropped}, {NULL, NULL}};
+                                      {"leased", leased}, {"reentry", reentry}, {"revoked", revoked},
+                                      {"revoked_under_load", revoked_under_load}, {NULL, NULL}};
     take_options(argc, argv);
     return run_cases(cases);
 }

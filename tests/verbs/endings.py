@@ -269,6 +269,130 @@ def own_device_open_at_exit() -> None:
 
 
 @case
+def threads_use_it_while_the_pd_closes() -> None:
+    for policy in ("lazy", "eager") * 3:
+        t = Things(policy)
+        ended: list[str] = []
+
+        def use(t: Things, ended: list[str]) -> None:
+            try:
+                while True:
+                    a = t.arena.full(500_000, 9, "u1")
+                    with jh.lease(a):
+                        assert (a == 9).all()
+                    del a
+                    t.arena.trim()
+            except jh.RegistrationError as e:
+                ended.append(str(e))
+
+        threads = [threading.Thread(target=use, args=(t, ended)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        while t.arena.stats().registrations < 30:
+            pass
+        t.pd.close()
+        assert mrs() == 0
+        for thread in threads:
+            thread.join()
+        assert len(ended) == 3
+        assert all("closed" in text for text in ended), ended
+        intact(t)
+        t.arrays.clear()
+        t.arena.close()
+        t.ctx.close()
+
+
+@case
+def arenas_end_while_the_pd_closes() -> None:
+    for _ in range(20):
+        t = Things()
+        more = [Arena(t.verbs, region_max="2MiB") for _ in range(10)]
+        blocks = [arena.full(100_000, 1, "u1") for arena in more]
+        for block in blocks:
+            jh.key(block)
+
+        def end(blocks: list[Any], more: list[Any]) -> None:
+            blocks.clear()
+            for arena in more:
+                arena.close()
+
+        thread = threading.Thread(target=end, args=(blocks, more))
+        del block
+        thread.start()
+        t.pd.close()
+        thread.join()
+        assert mrs() == 0
+        intact(t)
+        t.arrays.clear()
+        t.arena.close()
+        t.ctx.close()
+
+
+@case
+def others_keep_their_registrations() -> None:
+    """Also where one's memory is a block of the other, at the very address at which its region begins."""
+    outer, inner = Things(), Things()
+    block = outer.arena.block("8MiB", alignment=2 << 20)
+    with Arena(inner.verbs, provider=jh.Fixed(block.array())) as nested:
+        a = nested.full(100_000, 7, "u1")
+        key = jh.key(a)
+        outer.pd.close()
+        assert jh.key(a) == key, "that is another PD's"
+        assert [jh.key(x) for x in inner.arrays] == inner.keys
+        must_fail(lambda: jh.key(outer.arrays[0]), "closed")
+        assert (a == 7).all()
+        del a
+    del block
+    inner.pd.close()
+    assert mrs() == 0
+    intact(outer)
+    intact(inner)
+    for t in (outer, inner):
+        t.arrays.clear()
+        t.arena.close()
+
+
+@case
+def a_registration_that_does_not_end() -> None:
+    t = Things()
+    deregister = t.verbs.deregister
+
+    def fails(handle: Any) -> None:
+        handle.failed = True
+        raise OSError(16, "a window is bound")
+
+    t.verbs.deregister = fails  # type: ignore[method-assign]
+    must_fail(t.pd.close, "a window is bound")
+    assert jh.rkey(t.arrays[0]) == t.keys[0].rkey, "what is still registered still has its key"
+    t.verbs.deregister = deregister  # type: ignore[method-assign]
+    t.arrays.clear()
+    t.arena.close()
+    assert mrs() == 0
+    t.pd.close()
+    t.ctx.close()
+
+
+@case
+def a_registration_that_never_ends() -> None:
+    """Its region is kept, and found no more; closing the PD ends it after all."""
+    t = Things()
+    deregister = t.verbs.deregister
+
+    def fails(handle: Any) -> None:
+        handle.failed = True
+        raise OSError(16, "a window is bound")
+
+    t.verbs.deregister = fails  # type: ignore[method-assign]
+    t.arrays.clear()
+    must_fail(t.arena.close, "a window is bound")
+    t.verbs.deregister = deregister  # type: ignore[method-assign]
+    assert mrs() > 0
+    t.pd.close()
+    assert mrs() == 0
+    t.ctx.close()
+
+
+@case
 def a_child_that_ends_as_python_does() -> None:
     t = Things()
     count, child = mrs(), os.fork()

@@ -82,20 +82,6 @@ def test_a_pd_of_another_binding(mrs: Callable[..., int]) -> None:
     context.close()
 
 
-@pytest.mark.parametrize(
-    "access",
-    ["local_write", "remote_read", "remote_write", "remote_atomic", "remote_read|remote_write|relaxed_ordering", ""],
-)
-def test_access_is_passed_on(device: Any, access: str, mrs: Callable[..., int]) -> None:
-    for verbs in (jh.Verbs(pd=device.pd), jh.Verbs("rxe0")):
-        before = mrs()
-        with jh.Arena(verbs, access=access or 0) as arena:  # type: ignore[arg-type]
-            block = arena.block(100)
-            assert jh.key(block).lkey
-            assert mrs() == before + 1
-            del block
-
-
 def test_on_demand_paging_is_refused_where_the_device_has_none(device: Any) -> None:
     with jh.Verbs("rxe0") as verbs:
         has = verbs.info().on_demand

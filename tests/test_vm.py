@@ -1,0 +1,51 @@
+"""ci/vm: what it says and returns when it cannot do what is asked. That it can, the tests in the guest show."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.verbs
+
+
+def vm(root: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(root / "ci" / "vm"), *args], capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("--timeout", "5"),
+        ("--timeout", "x", "true"),
+        ("--hosts", "3", "true"),
+        ("--hosts", "2", "true"),
+        ("--hosts",),
+    ],
+)
+def test_usage(root: Path, args: tuple[str, ...]) -> None:
+    done = vm(root, *args)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "ci/vm [--timeout SECONDS] COMMAND" in done.stderr
+
+
+def guests() -> set[str]:
+    return {p.name for p in Path("/proc").iterdir() if p.name.isdigit() and _is_guest(p)}
+
+
+def _is_guest(process: Path) -> bool:
+    try:
+        return b"qemu-system" in (process / "cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_a_guest_that_does_not_come_up_is_a_failure(root: Path) -> None:
+    before = guests()
+    done = vm(root, "--timeout", "2", "true")
+    assert done.returncode == 125, "not that of a command, and never 0"
+    assert "host 1 took more than 2 s" in done.stderr
+    assert "did not come up, or died; its console:" in done.stderr
+    assert guests() <= before, "no guest is left behind"

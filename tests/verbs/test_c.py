@@ -1,0 +1,32 @@
+"""The C program tests/c/verbs.c: as it is, and with a rule of the hook contract broken on purpose, to be noticed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parents[2] / "build" / "verbs" / "test_verbs"
+
+
+def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(PROGRAM), *args], capture_output=True, text=True, timeout=600, check=False, env={**os.environ, **variables}
+    )
+
+
+@pytest.mark.parametrize(("conf", "transfers"), [("retain:true", 2500), ("retain:false", 500)])
+def test_as_it_is(conf: str, transfers: int, soak: int) -> None:
+    """Of the storm, by each of two threads: 5,000 in all, or 100,000 in the soak."""
+    done = run(f"transfers={transfers * soak}", MALLOC_CONF=conf)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cases=3 ok" in done.stdout, done.stdout
+
+
+def test_a_fault_is_noticed() -> None:
+    """Were pages dropped under a registration, the device and the CPU would see different bytes."""
+    done = run("case=storm", "transfers=3000", JEMHOOKS_FAULT="decommit_drops")
+    assert done.returncode != 0, f"it went unnoticed: {done.stdout}"
+    assert "VIOLATED stale" in done.stdout, done.stdout + done.stderr
