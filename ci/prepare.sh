@@ -55,6 +55,6 @@ prepare_vm() {
         gunzip build/rdma-core/usr/share/doc/rdma-core/tests/*.gz
     fi
     cmake -S csrc -B build/verbs -G Ninja -DJEMHOOKS_VERBS=on -DJEMHOOKS_TESTS=ON -DJEMHOOKS_FAULTS=ON >/dev/null
-    ninja -C build/verbs --quiet test_verbs registrar_verbs registrar_null
+    ninja -C build/verbs --quiet test_verbs registrar_verbs registrar_null >/dev/null
     kernel=$(find /boot -name 'vmlinuz-*' | sort -V | tail -1)
 }

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from .._native import callbacks, check, ffi, lib
 from ..access import Access
-from ..errors import ClosedError, ConfigError, ForkError, RegistrationError
+from ..errors import ClosedError, ConfigError, ForkError, JemhooksError, RegistrationError
 from ..lifetime import drain
 from ..sizes import text
 from .base import NativeRegistrar, Registrar
@@ -133,6 +133,9 @@ class Verbs(NativeRegistrar):
         self._device = self._open_device()
         if device is not None and self._device not in (device, "?"):
             raise ConfigError(f"the PD is of device {self._device}, not of {device}; leave one of them out")
+        if query := getattr(_context(pd), "query_device", None):
+            limits = query()
+            self.max_mr_size, self.max_mr = int(limits.max_mr_size), int(limits.max_mr)
 
     def info(self) -> VerbsInfo:
         """What the device offers. :raises ConfigError: the PD is the caller's; ask its own context."""
@@ -147,15 +150,22 @@ class Verbs(NativeRegistrar):
         )
 
     def _native(self) -> Any:
-        return super()._native() if self._pd is None else Registrar._native(self)
+        if self._pd is None:
+            return super()._native()
+        self._check_process()
+        return Registrar._native(self)
+
+    def _check_process(self) -> None:
+        """:raises ForkError:"""
+        if self._pid != os.getpid():
+            raise ForkError("the protection domain was opened before the fork; open one in this process")
 
     def _open_device(self) -> str:
         """The name of the PD's device. A closed pyverbs PD must not be used: it would crash.
 
         :raises ClosedError, ForkError:
         """
-        if self._pid != os.getpid():
-            raise ForkError("the protection domain was opened before the fork; open one in this process")
+        self._check_process()
         context = _context(self._pd)
         if context is None and _is_pyverbs(self._pd):
             raise ClosedError("the protection domain, or its device context, is closed; open another registrar")
@@ -189,6 +199,8 @@ class Verbs(NativeRegistrar):
         device = self._open_device()
         try:
             mr = (self._pyverbs_mr if _is_pyverbs(self._pd) else self._pd.reg_mr)(addr, length, flags)
+        except JemhooksError:
+            raise
         except Exception as e:
             failed = RegistrationError(
                 f"registering {length} bytes at {addr:#x} on device {device} with access {flags:#x}: {e}; "

@@ -17,10 +17,16 @@ def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(("conf", "transfers"), [("retain:true", 2500), ("retain:false", 500)])
-def test_as_it_is(conf: str, transfers: int, soak: int) -> None:
+@pytest.mark.parametrize(
+    ("transfers", "variables"),
+    [
+        (2500, {"MALLOC_CONF": "retain:true"}),
+        (500, {"MALLOC_CONF": "retain:false", "RDMAV_FORK_SAFE": "1", "RDMAV_HUGEPAGES_SAFE": "1"}),
+    ],
+)
+def test_as_it_is(transfers: int, variables: dict[str, str], soak: int) -> None:
     """Of the storm, by each of two threads: 5,000 in all, or 100,000 in the soak."""
-    done = run(f"transfers={transfers * soak}", MALLOC_CONF=conf)
+    done = run(f"transfers={transfers * soak}", **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cases=3 ok" in done.stdout, done.stdout
 

@@ -46,6 +46,8 @@ def test_the_first_device_by_default() -> None:
 def test_a_pd_of_pyverbs(device: Any, mrs: Callable[..., int]) -> None:
     before = mrs()
     verbs = jh.Verbs(pd=device.pd)
+    with jh.Verbs("rxe0") as other:
+        assert (verbs.max_mr_size, verbs.max_mr) == other.info()[1:3], "the device's own limits"
     with jh.Arena(verbs, policy="eager") as arena:
         a = arena.zeros(10)
         assert mrs() == before + 1, "eager: registered before it is handed out"

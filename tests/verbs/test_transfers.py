@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,25 @@ def test_atomics(device: Any, arena: jh.Arena, loop: Callable[..., Any]) -> None
     queue.post(e.IBV_WR_ATOMIC_CMP_AND_SWP, [result], key.addr, key.rkey, add=5 + (20 << 40), swap=99)
     queue.wait()
     assert counter[0] == 99
+
+
+def test_huge_pages(devices: tuple[Any, Any], loop: Callable[..., Any]) -> None:
+    reserved = Path("/proc/sys/vm/nr_hugepages")
+    before = reserved.read_text()
+    reserved.write_text("24")
+    try:
+        rails = [jh.Verbs(pd=devices[0].pd), jh.Verbs("rxe1")]
+        with jh.Arena(rails, provider=jh.Anonymous(hugetlb="2MiB"), region_max="4MiB") as arena:
+            source = arena.array(np.arange(3_000_000) % 251, "u1")
+            for n in (1, 5_000_000):
+                target = arena.zeros(max(n, source.nbytes), "u1")
+                loop(devices[0]).here.write(arena.sges([source]).tolist(), jh.key(target).addr, jh.key(target).rkey)
+                assert (target[: source.nbytes] == source).all()
+                del target
+                assert arena.trim() >= 0
+            del source
+    finally:
+        reserved.write_text(before)
 
 
 OPERATIONS = {"read": e.IBV_WR_RDMA_READ, "write": e.IBV_WR_RDMA_WRITE, "atomic": e.IBV_WR_ATOMIC_FETCH_AND_ADD}
