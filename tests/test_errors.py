@@ -249,7 +249,7 @@ def test_errno_comes_along(arena: jh.Arena) -> None:
 
 def test_block_larger_than_its_provider() -> None:
     with jh.Arena(provider=jh.Fixed(mmap.mmap(-1, 1 << 20)), name="small") as arena:
-        with pytest.raises(jh.AllocationError, match=r"2097152 bytes in arena 'small': its fixed range has 1048576"):
+        with pytest.raises(jh.AllocationError, match=r"2097152 bytes in arena 'small': its fixed memory has 1048576"):
             arena.block("2MiB")
         assert arena.zeros(1000).sum() == 0, "a smaller one still fits"
 
