@@ -161,6 +161,9 @@ def loopback(options: argparse.Namespace) -> int:
         child = subprocess.Popen([sys.executable, sys.argv[0], *arguments], pass_fds=[listener.fileno()])
         try:
             return client("127.0.0.1", listener.getsockname()[1], options) or child.wait(TIMEOUT)
+        except EOFError:
+            child.wait(TIMEOUT)  # it says why
+            raise
         finally:
             child.kill()
             child.wait()

@@ -33,6 +33,7 @@ _FLAGS = {
 }
 _PATIENCE = 30.0  # seconds for another thread to end a registration
 _open: weakref.WeakSet[Any] = weakref.WeakSet()  # our pyverbs MRs
+_registrars: weakref.WeakSet[Any] = weakref.WeakSet()  # those with a pyverbs PD
 
 
 class VerbsInfo(NamedTuple):
@@ -92,12 +93,12 @@ def _watched() -> tuple[Any, Any]:
 
 @atexit.register
 def _keep_open() -> None:
-    """Leave open MRs to the kernel. The interpreter's last garbage collection could free their context before them, and
-    they would crash; and those in a forked child are the parent's."""
+    """Leave open MRs, and their PDs and contexts, to the kernel. The interpreter's last garbage collection could free a
+    context before them, and they would crash; and those in a forked child are the parent's."""
     import ctypes
 
-    for mr in list(_open):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mr))
+    for kept in [*_open, *(registrar._pd for registrar in list(_registrars))]:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 class Verbs(NativeRegistrar):
@@ -131,6 +132,8 @@ class Verbs(NativeRegistrar):
         if not _is_pyverbs(pd) and not callable(getattr(pd, "reg_mr", None)):
             raise ConfigError(f"pd {pd!r} is neither a pyverbs PD nor has it reg_mr(addr, length, access)")
         self._device = self._open_device()
+        if _is_pyverbs(pd):
+            _registrars.add(self)
         if device is not None and self._device not in (device, "?"):
             raise ConfigError(f"the PD is of device {self._device}, not of {device}; leave one of them out")
         if query := getattr(_context(pd), "query_device", None):

@@ -1,7 +1,7 @@
 /* verbs.c - the registrar "verbs" from C over real queue pairs: its own protection domain and the caller's, two rails, and
  * RDMA writes into live blocks while other threads free, purge, trim and allocate. Needs the guest of ci/vm.
  *     test_verbs [case=…] transfers=2000
- * Concurrency: every writing thread has a queue pair of its own, connected to itself; the arena is shared.            */
+ * Concurrency: every writing thread has two queue pairs of its own, connected to each other; the arena is shared.      */
 #include "check.h"
 #include "jemhooks_verbs.h"
 
@@ -10,7 +10,7 @@
 
 typedef struct queue {
     struct ibv_cq *cq;
-    struct ibv_qp *qp;
+    struct ibv_qp *qp, *peer;
 } queue;
 
 static jemhooks_registrar *open_verbs(const char *device, struct ibv_pd *pd) {
@@ -28,7 +28,21 @@ static jemhooks_verbs_info info_of(jemhooks_registrar *r) {
     return info;
 }
 
-/* A reliable connected queue pair that is its own peer. */
+static void connect_to(struct ibv_qp *qp, uint32_t peer, enum ibv_mtu mtu, union ibv_gid gid, int index) {
+    struct ibv_qp_attr attr = {.qp_state = IBV_QPS_INIT, .port_num = 1,
+                               .qp_access_flags = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE};
+    MUST(-ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
+    attr = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTR, .dest_qp_num = peer, .path_mtu = mtu, .max_dest_rd_atomic = 1,
+        .min_rnr_timer = 12,
+        .ah_attr = {.is_global = 1, .port_num = 1, .grh = {.hop_limit = 64, .sgid_index = (uint8_t)index, .dgid = gid}}};
+    MUST(-ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+                        IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
+    attr = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7, .max_rd_atomic = 1};
+    MUST(-ibv_modify_qp(qp, &attr, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
+                        IBV_QP_MAX_QP_RD_ATOMIC));
+}
+
+/* A reliable connected queue pair, with its peer on the same device. */
 static queue queue_on(struct ibv_pd *pd) {
     static const unsigned char ipv4[12] = {[10] = 0xff, [11] = 0xff};
     struct ibv_port_attr port;
@@ -41,22 +55,15 @@ static queue queue_on(struct ibv_pd *pd) {
     struct ibv_qp_init_attr init = {.send_cq = q.cq, .recv_cq = q.cq, .qp_type = IBV_QPT_RC, .sq_sig_all = 1,
                                     .cap = {.max_send_wr = 16, .max_recv_wr = 1, .max_send_sge = 1, .max_recv_sge = 1}};
     q.qp = must_have(ibv_create_qp(pd, &init), "queue pair");
-    struct ibv_qp_attr attr = {.qp_state = IBV_QPS_INIT, .port_num = 1,
-                               .qp_access_flags = IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_WRITE};
-    MUST(-ibv_modify_qp(q.qp, &attr, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS));
-    attr = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTR, .dest_qp_num = q.qp->qp_num, .path_mtu = port.active_mtu,
-        .max_dest_rd_atomic = 1, .min_rnr_timer = 12,
-        .ah_attr = {.is_global = 1, .port_num = 1, .grh = {.hop_limit = 64, .sgid_index = (uint8_t)index, .dgid = gid}}};
-    MUST(-ibv_modify_qp(q.qp, &attr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-                        IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER));
-    attr = (struct ibv_qp_attr){.qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7, .max_rd_atomic = 1};
-    MUST(-ibv_modify_qp(q.qp, &attr, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
-                        IBV_QP_MAX_QP_RD_ATOMIC));
+    q.peer = must_have(ibv_create_qp(pd, &init), "queue pair");
+    connect_to(q.qp, q.peer->qp_num, port.active_mtu, gid, index);
+    connect_to(q.peer, q.qp->qp_num, port.active_mtu, gid, index);
     return q;
 }
 
 static void queue_end(queue q) {
     MUST(-ibv_destroy_qp(q.qp));
+    MUST(-ibv_destroy_qp(q.peer));
     MUST(-ibv_destroy_cq(q.cq));
 }
 

@@ -242,6 +242,15 @@ def all_open_at_exit_in_a_cycle() -> None:
 
 
 @case
+def arena_closed_at_exit_in_a_cycle() -> None:
+    t: Any = Things()
+    t.arrays.clear()
+    t.arena.close()
+    t.me = [t, t.ctx, t.pd]
+    left["t"] = t
+
+
+@case
 def pd_closed_at_exit() -> None:
     left["t"] = Things()
     left["t"].pd.close()
