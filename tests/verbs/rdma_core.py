@@ -13,6 +13,7 @@ import json
 import sys
 import unittest
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from pyverbs.enums import (
@@ -58,6 +59,14 @@ class ArenaMR:
         pass
 
 
+def tests_of(suite: Any) -> Iterator[unittest.TestCase]:
+    for item in suite:
+        if isinstance(item, unittest.TestSuite):
+            yield from tests_of(item)
+        else:
+            yield item
+
+
 def main(folder: str, mode: str, modules: list[str]) -> None:
     sys.path[:0] = [folder, folder + "/tests"]
     sys.argv = ["tests", "--dev", "rxe0"]
@@ -84,7 +93,11 @@ def main(folder: str, mode: str, modules: list[str]) -> None:
     for module in list(sys.modules.values()):
         if mode == "arena" and module.__name__.startswith("tests.") and hasattr(module, "MR"):
             module.MR = ArenaMR
-    suite.run(Result())
+    for test in tests_of(suite):
+        if mode == "arena" and test.id().endswith("bind_mw"):
+            outcomes[test.id()] = "left out"  # binds a window to an MR of pyverbs, as an object
+        else:
+            test.run(Result())
     for arena in arenas.values():
         arena.close()
     print(json.dumps({"outcomes": outcomes, "keys": given}))

@@ -101,9 +101,7 @@ def test_rdma_cores_own_tests(soak: int) -> None:
             assert said["keys"] >= 50, f"they ran on our memory: {done.stdout}"
     ours = outcomes["arena"]
     failed = {name.rsplit(".", 1)[1] for name, what in ours.items() if what.startswith("failed")}
-    wanted = {"test_qp_ex_rc_bind_mw"}  # needs an MR of pyverbs as an object
-    wanted |= {"test_qp_ex_rc_atomic_write"}  # Soft-RoCE fails it with MRs, too, unless kernel and rdma-core fit
-    assert failed <= wanted, ours
+    assert failed <= {"test_qp_ex_rc_atomic_write"}, ours  # Soft-RoCE of Linux 6.1 fails it with MRs, too
     assert sum(what == "passed" for what in ours.values()) >= 20, ours
     for name, what in outcomes.get("plain", {}).items():
         assert "bind_mw" in name or what[:6] == ours[name][:6], f"{name}: {what} with MRs, {ours[name]} with our memory"
