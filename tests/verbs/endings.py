@@ -361,16 +361,22 @@ def others_keep_their_registrations() -> None:
         t.arena.close()
 
 
-@case
-def a_registration_that_does_not_end() -> None:
-    t = Things()
-    deregister = t.verbs.deregister
+def refuse_to_end(t: Things) -> Callable[[Any], None]:
+    """Let every deregistration fail; what is to be put back."""
 
     def fails(handle: Any) -> None:
         handle.failed = True
         raise OSError(16, "a window is bound")
 
+    deregister = t.verbs.deregister
     t.verbs.deregister = fails  # type: ignore[method-assign]
+    return deregister
+
+
+@case
+def a_registration_that_does_not_end() -> None:
+    t = Things()
+    deregister = refuse_to_end(t)
     must_fail(t.pd.close, "a window is bound")
     assert jh.rkey(t.arrays[0]) == t.keys[0].rkey, "what is still registered still has its key"
     t.verbs.deregister = deregister  # type: ignore[method-assign]
@@ -385,13 +391,7 @@ def a_registration_that_does_not_end() -> None:
 def a_registration_that_never_ends() -> None:
     """Its region is kept, and found no more; closing the PD ends it after all."""
     t = Things()
-    deregister = t.verbs.deregister
-
-    def fails(handle: Any) -> None:
-        handle.failed = True
-        raise OSError(16, "a window is bound")
-
-    t.verbs.deregister = fails  # type: ignore[method-assign]
+    deregister = refuse_to_end(t)
     t.arrays.clear()
     must_fail(t.arena.close, "a window is bound")
     t.verbs.deregister = deregister  # type: ignore[method-assign]
