@@ -180,6 +180,11 @@ def test_forking(run: Run, conf: str, case: str) -> None:
     passes(run("forking", f"case={case}", count("forks", 300), conf=conf))
 
 
+@retain
+def test_forking_while_growing(run: Run, conf: str) -> None:
+    passes(run("forking", "case=growing", conf=conf))  # never more forks: each makes the next ones slower
+
+
 @uring
 def test_forking_pinned(run: Run) -> None:
     passes(run("forking", "case=pinned"))
@@ -249,6 +254,8 @@ FAULTS = [
     fault("deregister_lost", "windows case=registering", "pinned"),
     # 12: what the host cannot touch is not touched
     fault("touch", "fixed case=zero_touch", "", dies_of=(signal.SIGSEGV,)),
+    # and no fork in the midst of growth
+    fault("fork_in_growth", "forking case=growing forks=2000 alarm=5", "child", conf="retain:false"),
 ]
 
 

@@ -216,7 +216,7 @@ void in_child(const char *what, void (*run)(void)) {
     pid_t child = fork();
     if (!child) {
         reasons[0].reason = NULL; /* the parent's are not the child's */
-        alarm(60);
+        alarm((unsigned)option("alarm", 60));
         run();
         fflush(stdout);
         _exit(anything_violated());

@@ -5,7 +5,9 @@
 #include "check.h"
 #include "jemhooks_uring.h"
 
+#include <semaphore.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 static jemhooks_registrar *null;
@@ -267,9 +269,82 @@ static void busy(void) {
     jemhooks_registrar_close(null);
 }
 
+/* ---- forks while the allocator learns of new addresses ------------------------------------------------------------- */
+
+enum { APART = 16 };
+#define GIB ((size_t)1 << 30)
+
+/* 2 MiB in each of APART GiB where nothing was before: jemalloc's tree of addresses has a node for each GiB. */
+typedef struct far_apart {
+    jemhooks_range range[APART];
+    jemhooks_provider *provider;
+    jemhooks_arena *arena;
+} far_apart;
+
+static void make_far_apart(far_apart *f) {
+    static atomic_ulong next = (size_t)1 << 44;
+    char *base = (char *)atomic_fetch_add(&next, APART * GIB);
+    for (int i = 0; i < APART; i++, base += GIB) {
+        f->range[i] = (jemhooks_range){base, SLOT};
+        CHECK("setup", mmap(base, SLOT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) == base,
+              "memory at %p", (void *)base);
+    }
+    jemhooks_fixed_config config = JEMHOOKS_FIXED_CONFIG_INIT;
+    config.ranges = f->range;
+    config.range_count = APART;
+    config.zeroed = 1;
+    MUST(jemhooks_provider_fixed(&config, &f->provider));
+    f->arena = arena_on(f->provider, NULL, 0);
+}
+
+static void fill_and_end(far_apart *f) {
+    char *p[APART];
+    for (int i = 0; i < APART; i++) p[i] = must_have(jemhooks_alloc(f->arena, MIB), "block");
+    for (int i = 0; i < APART; i++) MUST(jemhooks_free(p[i]));
+    arena_end(f->arena);
+    jemhooks_provider_close(f->provider);
+    for (int i = 0; i < APART; i++) munmap(f->range[i].base, SLOT);
+}
+
+static sem_t ready, go;
+
+static void *grow(void *arg) {
+    (void)arg;
+    while (!atomic_load(&stop)) {
+        far_apart f;
+        make_far_apart(&f);
+        sem_post(&ready);
+        sem_wait(&go);
+        fill_and_end(&f);
+    }
+    return NULL;
+}
+
+static void growing_child(void) {
+    far_apart f;
+    make_far_apart(&f);
+    fill_and_end(&f);
+}
+
+static void growing(void) {
+    prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0); /* a node is 2 MiB, of which a page or two are used */
+    sem_init(&ready, 0, 0);
+    sem_init(&go, 0, 0);
+    atomic_store(&stop, false);
+    pthread_t thread = start_thread(grow, NULL);
+    for (long i = 0; i < option("forks", 300) && !anything_violated(); i++) {
+        sem_wait(&ready);
+        sem_post(&go);
+        in_child("a child of a growing parent", growing_child);
+    }
+    atomic_store(&stop, true);
+    sem_post(&go);
+    join_thread(thread);
+}
+
 int main(int argc, char **argv) {
     static const test_case cases[] = {
-        {"frozen", frozen}, {"shared_range", shared_range}, {"pinned", pinned}, {"busy", busy}, {NULL, NULL}};
+        {"frozen", frozen}, {"shared_range", shared_range}, {"pinned", pinned}, {"busy", busy}, {"growing", growing}, {NULL, NULL}};
     take_options(argc, argv);
     return run_cases(cases);
 }

@@ -59,6 +59,7 @@ static void load(void) {
     jh_jemalloc.retain = option("opt.retain");
     jh_jemalloc.metadata_outside = exists("experimental.arenas_create_ext");
     jh_jemalloc.bounds_growth = mibs[JH_CTL_GROW_LIMIT].depth;
+    jh_growth_start();
     ssize_t uaf = -1; /* from 5.3 on, freed blocks may be filled to detect their use */
     size = sizeof uaf;
     if (je_mallctl("opt.lg_san_uaf_align", &uaf, &size, NULL, 0)) uaf = -1;

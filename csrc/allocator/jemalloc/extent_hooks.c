@@ -36,17 +36,23 @@ static void *metadata(size_t size, size_t alignment) {
     return p;
 }
 
-static void *hook_alloc(jh_extent_hooks *hooks, void *new_addr, size_t size, size_t alignment, bool *zero, bool *commit,
-                        unsigned arena) {
-    (void)arena;
-    jh_shard *shard = shard_of(hooks);
-    if (frozen(hooks)) return NULL;
-    /* Both set means metadata there: extents are asked for uncommitted. */
-    if (!jh_jemalloc.metadata_outside && *zero && *commit && !JH_FAULT(metadata_inside)) return metadata(size, alignment);
+static void *grow(jh_shard *shard, void *new_addr, size_t size, size_t alignment, bool *zero, bool *commit) {
     if (!jh_jemalloc.retain && alignment > JH_PAGE && !atomic_load(&shard->aligned)) return NULL; /* see alloc_aligned() */
     if (size > atomic_load_explicit(&shard->bound, memory_order_relaxed)) return NULL;
     return new_addr ? jh_space_carve_at(shard->space, new_addr, size, zero, commit)
                     : jh_space_carve(shard->space, size, alignment, zero, commit);
+}
+
+static void *hook_alloc(jh_extent_hooks *hooks, void *new_addr, size_t size, size_t alignment, bool *zero, bool *commit,
+                        unsigned arena) {
+    (void)arena;
+    if (frozen(hooks)) return NULL;
+    /* Both set means metadata there: extents are asked for uncommitted. */
+    if (!jh_jemalloc.metadata_outside && *zero && *commit && !JH_FAULT(metadata_inside)) return metadata(size, alignment);
+    jh_growth_begins();
+    void *p = grow(shard_of(hooks), new_addr, size, alignment, zero, commit);
+    if (!p) jh_growth_refused();
+    return p;
 }
 
 /* True: keep it. Accepting would drain jemalloc's list of retained extents, let its growth run away, and from 5.3 on

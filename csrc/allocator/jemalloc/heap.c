@@ -139,17 +139,25 @@ int jh_heap_destroy(jh_heap *heap) {
     return 0;
 }
 
-/* mallocx. A jemalloc without a growth limit of its own is refused extents beyond region_max, which it then asks for
+/* mallocx, with forks held off where need be. */
+static void *allocate(size_t size, int flags) {
+    jh_growth_enter();
+    void *p = je_mallocx(size, flags);
+    jh_growth_leave();
+    return p;
+}
+
+/* The same. A jemalloc without a growth limit of its own is refused extents beyond region_max, which it then asks for
  * exactly; while a block that large is being allocated, an extent for it must pass. */
 static void *obtain(jh_heap *heap, size_t size, size_t alignment, int flags) {
-    if (jh_jemalloc.bounds_growth || size + alignment <= heap->space->region_max / 2) return je_mallocx(size, flags);
+    if (jh_jemalloc.bounds_growth || size + alignment <= heap->space->region_max / 2) return allocate(size, flags);
     size_t need = size + size / 4 + alignment + ((size_t)64 << 10); /* size class, alignment and cache-index padding */
     atomic_fetch_add(&heap->large, 1);
     for (unsigned i = 0; i < heap->shards; i++) {
         size_t bound = atomic_load(&heap->shard[i].bound);
         while (bound < need && !atomic_compare_exchange_weak(&heap->shard[i].bound, &bound, need)) {}
     }
-    void *p = je_mallocx(size, flags);
+    void *p = allocate(size, flags);
     if (atomic_fetch_sub(&heap->large, 1) == 1)
         for (unsigned i = 0; i < heap->shards; i++) atomic_store(&heap->shard[i].bound, heap->space->region_max);
     return p;
@@ -194,7 +202,9 @@ void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jem
 bool jh_heap_resize(jh_heap *heap, void *p, size_t size) {
     size_t now = je_sallocx(p, 0), want = je_nallocx(size, 0);
     if (want == now) return true;
+    jh_growth_enter();
     size_t got = je_xallocx(p, size, 0, jh_tcache_flags(heap));
+    jh_growth_leave();
     return got >= size && got <= want;
 }
 

@@ -45,6 +45,29 @@ int jh_ctl_arena(enum jh_ctl ctl, unsigned index, void *old, size_t *old_size, v
 size_t jh_ctl_stat(enum jh_ctl ctl, unsigned index);
 void jh_ctl_epoch(void);
 
+/* ---- growth.c --------------------------------------------------------------------------------------------------- */
+
+/* Where a thread is: in no allocation of ours, in one, in one whose growth was refused, or with forks held off. */
+typedef enum jh_growth { JH_GROWTH_NONE, JH_GROWTH_POSSIBLE, JH_GROWTH_REFUSED, JH_GROWTH_HELD } jh_growth;
+extern _Thread_local jh_growth jh_this_growth __attribute__((tls_model("initial-exec")));
+
+/* Once, and after jemalloc has registered its own fork handlers, which must run after these. */
+void jh_growth_start(void);
+/* In a hook that is asked for memory, and in one that gives none. */
+void jh_growth_begins(void);
+void jh_growth_refused(void);
+void jh_growth_ends(void);
+
+/* Around each call by which jemalloc may grow. */
+static inline void jh_growth_enter(void) {
+    jh_this_growth = JH_GROWTH_POSSIBLE;
+}
+
+static inline void jh_growth_leave(void) {
+    if (jh_this_growth == JH_GROWTH_HELD) jh_growth_ends();
+    jh_this_growth = JH_GROWTH_NONE;
+}
+
 /* ---- extent_hooks.c --------------------------------------------------------------------------------------------- */
 
 typedef struct jh_extent_hooks jh_extent_hooks;
