@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def vm(root: Path, *args: str) -> subprocess.CompletedProcess[str]:
         (),
         ("--timeout", "5"),
         ("--timeout", "x", "true"),
+        ("--boot-timeout", "0", "true"),
         ("--hosts", "3", "true"),
         ("--hosts", "2", "true"),
         ("--hosts",),
@@ -28,7 +30,7 @@ def vm(root: Path, *args: str) -> subprocess.CompletedProcess[str]:
 def test_usage(root: Path, args: tuple[str, ...]) -> None:
     done = vm(root, *args)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "ci/vm [--timeout SECONDS] COMMAND" in done.stderr
+    assert "ci/vm [--timeout SECONDS] [--boot-timeout SECONDS] COMMAND" in done.stderr
 
 
 def guests() -> set[str]:
@@ -48,4 +50,12 @@ def test_a_guest_that_does_not_come_up_is_a_failure(root: Path) -> None:
     assert done.returncode == 125, "not that of a command, and never 0"
     assert "host 1 took more than 2 s" in done.stderr
     assert "did not come up, or died; its console:" in done.stderr
+    assert guests() <= before, "no guest is left behind"
+
+
+def test_a_guest_that_is_slow_to_come_up_is_booted_anew(root: Path) -> None:
+    before = guests()
+    done = vm(root, "--timeout", "60", "--boot-timeout", "1", "true")
+    assert done.returncode == 125
+    assert re.findall(r"was not up after 1 s \(boot (\d) of 3\)", done.stderr) == ["1", "2", "3"], done.stderr
     assert guests() <= before, "no guest is left behind"
