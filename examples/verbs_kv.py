@@ -29,7 +29,7 @@ import time
 import zlib
 
 import numpy as np
-from verbs_rc import TIMEOUT, Channel, Device, QueuePair, TransferFailed, dial
+from verbs_rc import Channel, Device, QueuePair, TransferFailed, add_options, dial, loopback
 
 SUPERBLOCK = struct.Struct("<8sQII")  # magic, address of the index, its remote key, its slots
 MAGIC = b"jh-kv-01"
@@ -200,20 +200,6 @@ def demonstrate(port: int, child: subprocess.Popen[bytes], options: argparse.Nam
     return int(bad > 0)
 
 
-def loopback(options: argparse.Namespace) -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        arguments = [*sys.argv[1:], "--inherit", str(listener.fileno())]
-        child = subprocess.Popen([sys.executable, sys.argv[0], *arguments], pass_fds=[listener.fileno()])
-        try:
-            return demonstrate(listener.getsockname()[1], child, options) or child.wait(TIMEOUT)
-        except EOFError:
-            child.wait(TIMEOUT)  # it says why
-            raise
-        finally:
-            child.kill()
-            child.wait()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     side = parser.add_mutually_exclusive_group(required=True)
@@ -221,12 +207,9 @@ def main() -> int:
     side.add_argument("--server", action="store_true", help="serve clients")
     side.add_argument("--client", metavar="HOST", help="read from the server on HOST")
     parser.add_argument("names", nargs="*", help="what to read; with --server NAME=VALUE")
-    parser.add_argument("--port", type=int, default=18516, help="the server's TCP port (default 18516)")
-    parser.add_argument("--device", help="such as mlx5_0 or rxe0 (default: the first)")
-    parser.add_argument("--gid-index", type=int, help="of port 1 (default: its first IPv4 GID)")
+    add_options(parser, 18516)
     parser.add_argument("--slots", type=int, default=4096, help="of the server's index (default 4096)")
     parser.add_argument("--count", type=int, default=200, help="values in --loopback (default 200)")
-    parser.add_argument("--inherit", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.slots < 1 or options.count < 1:
         parser.error("--slots and --count must be at least 1")
@@ -238,7 +221,9 @@ def main() -> int:
         if options.server:
             with socket.create_server(("", options.port)) as listener:
                 return server(listener, options)
-        return client(options) if options.client else loopback(options)
+        if options.client:
+            return client(options)
+        return loopback(lambda port, process: demonstrate(port, process, options))
     except (jh.JemhooksError, TransferFailed, EOFError, OSError) as error:
         print(f"verbs_kv: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

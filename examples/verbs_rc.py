@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 try:
@@ -162,6 +165,29 @@ class Channel:
     def close(self) -> None:
         self._lines.close()
         self.socket.close()
+
+
+def add_options(parser: argparse.ArgumentParser, port: int) -> None:
+    """What both sides of every example take."""
+    parser.add_argument("--port", type=int, default=port, help=f"the server's TCP port (default {port})")
+    parser.add_argument("--device", help="such as mlx5_0 or rxe0 (default: the first)")
+    parser.add_argument("--gid-index", type=int, help="of port 1 (default: its first IPv4 GID)")
+    parser.add_argument("--inherit", type=int, help=argparse.SUPPRESS)
+
+
+def loopback(client: Callable[[int, subprocess.Popen[bytes]], int]) -> int:
+    """Run client(port, process) with this program once more as the server, which listens on a port that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        arguments = [*sys.argv[1:], "--inherit", str(listener.fileno())]
+        server = subprocess.Popen([sys.executable, sys.argv[0], *arguments], pass_fds=[listener.fileno()])
+        try:
+            return client(listener.getsockname()[1], server) or server.wait(TIMEOUT)
+        except EOFError:
+            server.wait(TIMEOUT)  # it says why
+            raise
+        finally:
+            server.kill()
+            server.wait()
 
 
 def dial(host: str, port: int) -> Channel:

@@ -18,12 +18,11 @@ jh.bootstrap()  # restarts Python once if libjemalloc would not load; so it come
 
 import argparse
 import socket
-import subprocess
 import sys
 import time
 
 import numpy as np
-from verbs_rc import ACCESS, TIMEOUT, Channel, Device, QueuePair, TransferFailed, dial
+from verbs_rc import ACCESS, TIMEOUT, Channel, Device, QueuePair, TransferFailed, add_options, dial, loopback
 
 ADDITIONS = 100
 FRESH = 65536  # bytes of a buffer in --compare
@@ -154,30 +153,13 @@ def client(host: str, port: int, options: argparse.Namespace) -> int:
         device.close()
 
 
-def loopback(options: argparse.Namespace) -> int:
-    """The server in a process of its own, on a port that is free."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        arguments = [*sys.argv[1:], "--inherit", str(listener.fileno())]
-        child = subprocess.Popen([sys.executable, sys.argv[0], *arguments], pass_fds=[listener.fileno()])
-        try:
-            return client("127.0.0.1", listener.getsockname()[1], options) or child.wait(TIMEOUT)
-        except EOFError:
-            child.wait(TIMEOUT)  # it says why
-            raise
-        finally:
-            child.kill()
-            child.wait()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     side = parser.add_mutually_exclusive_group(required=True)
     side.add_argument("--loopback", action="store_true", help="both sides on this machine")
     side.add_argument("--server", action="store_true", help="wait for a client, and serve it")
     side.add_argument("--client", metavar="HOST", help="connect to the server on HOST")
-    parser.add_argument("--port", type=int, default=18515, help="the server's TCP port (default 18515)")
-    parser.add_argument("--device", help="such as mlx5_0 or rxe0 (default: the first)")
-    parser.add_argument("--gid-index", type=int, help="of port 1 (default: its first IPv4 GID)")
+    add_options(parser, 18515)
     parser.add_argument(
         "--size", type=int, default=1 << 18, help="bytes of the server's largest array (default 256 KiB)"
     )
@@ -185,7 +167,6 @@ def main() -> int:
     parser.add_argument(
         "--compare", type=int, nargs="?", const=1000, metavar="N", help="N writes of fresh buffers (1000)"
     )
-    parser.add_argument("--inherit", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.size < 1 or options.count < 1:
         parser.error("--size and --count must be at least 1")
@@ -195,7 +176,9 @@ def main() -> int:
         if options.server:
             with socket.create_server(("", options.port)) as listener:
                 return server(listener, options)
-        return client(options.client, options.port, options) if options.client else loopback(options)
+        if options.client:
+            return client(options.client, options.port, options)
+        return loopback(lambda port, _: client("127.0.0.1", port, options))
     except (jh.JemhooksError, TransferFailed, EOFError, OSError) as error:
         print(f"verbs_rma: {type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -31,9 +31,9 @@ given = 0
 class ArenaMR:
     """Looks like pyverbs.mr.MR, as far as those tests look."""
 
-    def __init__(self, pd: Any, length: int, access: int, **unsupported: Any) -> None:
+    def __init__(self, pd: Any, length: int, access: int, address: int | None = None) -> None:
         global given
-        assert not unsupported, unsupported
+        assert address is None, "memory of the test's own"
         flags = jh.Access.LOCAL_WRITE
         for theirs, ours in (
             (IBV_ACCESS_REMOTE_READ, jh.Access.REMOTE_READ),
@@ -83,10 +83,10 @@ def main(folder: str, mode: str, modules: list[str]) -> None:
             outcomes[test.id()] = "skipped"
 
         def addFailure(self, test: unittest.TestCase, err: Any) -> None:
-            outcomes[test.id()] = "failed"
+            outcomes[test.id()] = f"failed: {err[1]!r}"
 
         def addError(self, test: unittest.TestCase, err: Any) -> None:
-            outcomes[test.id()] = f"failed: {err[1]}"
+            outcomes[test.id()] = f"failed: {err[1]!r}"
 
     warnings.simplefilter("ignore")
     suite = unittest.defaultTestLoader.loadTestsFromNames([f"tests.{m}" for m in modules])
