@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from pyverbs.enums import (
+    IBV_ACCESS_LOCAL_WRITE,
+    IBV_ACCESS_RELAXED_ORDERING,
     IBV_ACCESS_REMOTE_ATOMIC,
     IBV_ACCESS_REMOTE_READ,
     IBV_ACCESS_REMOTE_WRITE,
@@ -24,6 +26,13 @@ from pyverbs.enums import (
 
 import jemhooks as jh
 
+ACCESS = (
+    (IBV_ACCESS_LOCAL_WRITE, jh.Access.LOCAL_WRITE),
+    (IBV_ACCESS_REMOTE_READ, jh.Access.REMOTE_READ),
+    (IBV_ACCESS_REMOTE_WRITE, jh.Access.REMOTE_WRITE),
+    (IBV_ACCESS_REMOTE_ATOMIC, jh.Access.REMOTE_ATOMIC),
+    (IBV_ACCESS_RELAXED_ORDERING, jh.Access.RELAXED_ORDERING),
+)
 arenas: dict[tuple[Any, int], jh.Arena] = {}
 given = 0
 
@@ -34,13 +43,12 @@ class ArenaMR:
     def __init__(self, pd: Any, length: int, access: int, address: int | None = None) -> None:
         global given
         assert address is None, "memory of the test's own"
-        flags = jh.Access.LOCAL_WRITE
-        for theirs, ours in (
-            (IBV_ACCESS_REMOTE_READ, jh.Access.REMOTE_READ),
-            (IBV_ACCESS_REMOTE_WRITE, jh.Access.REMOTE_WRITE),
-            (IBV_ACCESS_REMOTE_ATOMIC, jh.Access.REMOTE_ATOMIC),
-        ):
+        flags = jh.Access(0)
+        for theirs, ours in ACCESS:
             flags |= ours if access & theirs else 0
+            access &= ~theirs
+        if access:
+            raise unittest.SkipTest(f"arenas have no access {access:#x}")
         where = (pd, int(flags))
         if where not in arenas:
             arenas[where] = jh.Arena(jh.Verbs(pd=pd), access=flags)
