@@ -48,9 +48,37 @@ static int check_config(const char *name, const jemhooks_config *c) {
         c->region_max > MAX_REGION)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': regions from %zu to %zu bytes; both must be multiples of 2 MiB, "
                        "the first not above the second, the second at most 1 GiB", name, c->region_min, c->region_max);
+    if (c->pin_limit < c->region_min || !c->max_regions)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': a budget of %llu bytes in %llu regions has no room for one "
+                       "region of %zu bytes; raise pin_limit or max_regions, or lower region_min", name,
+                       (unsigned long long)c->pin_limit, (unsigned long long)c->max_regions, c->region_min);
+    if (c->idle_ttl_ms < JEMHOOKS_FOREVER || c->idle_ttl_ms > INT64_MAX / 1000000)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': idle_ttl of %lld ms; it is at least 0, or JEMHOOKS_FOREVER",
+                       name, (long long)c->idle_ttl_ms);
+    if (c->evict != JEMHOOKS_EVICT_IDLE && c->evict != JEMHOOKS_EVICT_UNLEASED)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': evict %d is not JEMHOOKS_EVICT_IDLE or _UNLEASED", name,
+                       c->evict);
     if (c->dirty_decay_ms < JEMHOOKS_DECAY_DEFAULT || c->muzzy_decay_ms < JEMHOOKS_DECAY_DEFAULT)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': decay times of %zd and %zd ms; 0 is at once, -1 never, "
                        "JEMHOOKS_DECAY_DEFAULT jemalloc's own", name, c->dirty_decay_ms, c->muzzy_decay_ms);
+    return 0;
+}
+
+/* No region may take up more than an eighth of a budget, lest there be none to evict. 0 or an error, recorded. */
+static int fit_budgets(jemhooks_arena *a) {
+    jh_space *s = &a->space;
+    for (unsigned i = 0; i < s->rails.account.budgets; i++) {
+        jemhooks_budget_info b = {.size = sizeof b};
+        jemhooks_budget_get(s->rails.account.budget[i], &b);
+        size_t least = s->provider->regions ? s->provider->largest : s->growth;
+        if (b.pin_limit < least || !b.max_regions)
+            return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': a budget of %llu bytes in %llu regions has no room for one "
+                           "region of %zu bytes; raise pin_limit or max_regions, or make regions smaller", a->name,
+                           (unsigned long long)b.pin_limit, (unsigned long long)b.max_regions, least);
+        size_t most = b.pin_limit / 8 / JH_SLOT * JH_SLOT;
+        if (most < s->growth) most = s->growth;
+        if (most < s->region_max) s->region_max = most;
+    }
     return 0;
 }
 
@@ -60,8 +88,10 @@ static int find_region_limit(jemhooks_arena *a) {
     s->region_limit = SIZE_MAX;
     for (unsigned i = 0; i < s->rails.count && s->rails.policy != JEMHOOKS_NONE; i++) {
         const jemhooks_registrar *g = s->rails.registrar[i];
-        jemhooks_limits limits = {0, 0};
+        jemhooks_limits limits = {0, 0, 0};
         if (g->ops.limits) g->ops.limits(g->self, &limits);
+        jh_budget_suggest(g->budget, limits.pin_limit ? limits.pin_limit : JEMHOOKS_UNLIMITED,
+                          limits.max_mr ? limits.max_mr : JEMHOOKS_UNLIMITED);
         size_t most = limits.max_mr_size / s->provider->page * s->provider->page;
         size_t least = s->provider->regions ? s->provider->largest : s->provider->page;
         if (limits.max_mr_size && most < least)
@@ -72,12 +102,19 @@ static int find_region_limit(jemhooks_arena *a) {
     }
     if (s->region_max > s->region_limit) s->region_max = s->region_limit;
     if (s->growth > s->region_max) s->growth = s->region_max;
-    return 0;
+    return s->rails.policy == JEMHOOKS_NONE ? 0 : fit_budgets(a);
+}
+
+/* For budgets: gives all free pages up. */
+static void reclaim(jh_account *account) {
+    jemhooks_arena *a = (jemhooks_arena *)((char *)account - offsetof(jemhooks_arena, space.rails.account));
+    jh_heap_purge(a->heap, true);
 }
 
 static void arena_free(jemhooks_arena *a) {
     for (unsigned i = 0; i < a->space.rails.count; i++) jemhooks_registrar_close(a->space.rails.registrar[i]);
     jemhooks_provider_close(a->space.provider);
+    if (a->space.rails.account.budgets) jemhooks_budget_close(a->space.rails.account.budget[0]);
     free(a);
 }
 
@@ -105,7 +142,10 @@ static int arena_open(jemhooks_arena *a, jemhooks_config *c) {
     if (s->provider->ops->move_in && (rc = s->provider->ops->move_in(s->provider))) return rc;
     if (!(rc = jh_space_open(s))) {
         c->region_max = s->region_max;
-        if (!(rc = jh_space_map_whole(s)) && !(rc = jh_heap_create(s, c, &a->heap))) return 0;
+        if (!(rc = jh_space_map_whole(s)) && !(rc = jh_heap_create(s, c, &a->heap))) {
+            jh_account_enter(&s->rails.account);
+            return 0;
+        }
         jh_space_close(s);
     }
     if (s->provider->ops->move_out) s->provider->ops->move_out(s->provider);
@@ -132,12 +172,24 @@ int jemhooks_arena_create(const jemhooks_config *config, jemhooks_arena **arena)
     s->rails.policy = c.policy;
     s->rails.access = c.access;
     if (c.access & (JEMHOOKS_REMOTE_WRITE | JEMHOOKS_REMOTE_ATOMIC)) s->rails.access |= JEMHOOKS_LOCAL_WRITE;
+    s->rails.evict = c.evict;
+    s->rails.idle_ttl = c.idle_ttl_ms < 0 ? UINT64_MAX : (uint64_t)c.idle_ttl_ms * 1000000;
+    s->rails.prompt = !s->rails.idle_ttl;
+    jh_account *account = &s->rails.account;
+    account->name = a->name;
+    account->reclaim = reclaim;
+    if ((rc = jemhooks_budget_create(c.pin_limit, c.max_regions, &account->budget[0]))) goto fail;
+    account->budgets = 1;
     if (c.provider)
         jh_provider_keep(s->provider = c.provider);
     else if ((rc = jemhooks_provider_anonymous(NULL, &s->provider)))
         goto fail;
-    for (; s->rails.count < c.registrar_count; s->rails.count++)
+    for (; s->rails.count < c.registrar_count; s->rails.count++) {
         jh_registrar_keep(s->rails.registrar[s->rails.count] = c.registrars[s->rails.count]);
+        account->budget[account->budgets++] = c.registrars[s->rails.count]->budget;
+        if (c.registrars[s->rails.count]->ops.not_in_free) s->rails.prompt = false;
+    }
+    atomic_init(&s->rails.look, s->rails.prompt ? UINT64_MAX : 1);
     if ((rc = arena_open(a, &c))) goto fail;
     *arena = a;
     return 0;
@@ -169,7 +221,11 @@ int jemhooks_arena_destroy(jemhooks_arena *a) {
     if (leases)
         return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': %zu leases are held; release them before destroying it", a->name,
                        leases);
-    if ((rc = jh_heap_destroy(a->heap))) return rc;
+    jh_account_leave(&a->space.rails.account);
+    if ((rc = jh_heap_destroy(a->heap))) {
+        jh_account_enter(&a->space.rails.account);
+        return rc;
+    }
     rc = jh_space_close(&a->space);
     if (a->space.provider->ops->move_out) a->space.provider->ops->move_out(a->space.provider);
     arena_free(a);
@@ -178,6 +234,10 @@ int jemhooks_arena_destroy(jemhooks_arena *a) {
 
 void *jemhooks_arena_user(const jemhooks_arena *a) {
     return a ? a->user : NULL;
+}
+
+jemhooks_budget *jemhooks_arena_budget(jemhooks_arena *a) {
+    return a ? a->space.rails.account.budget[0] : NULL;
 }
 
 /* ---- blocks ----------------------------------------------------------------------------------------------------- */
@@ -283,12 +343,17 @@ static jemhooks_arena *owner(const char *call, const void *p) {
     return NULL;
 }
 
+static void give(jemhooks_arena *a, void *p) {
+    jh_heap_free(a->heap, p);
+    if (jh_due(&a->space.rails)) jh_expire(&a->space.rails);
+}
+
 int jemhooks_free(void *p) {
     if (!p) return 0;
     jemhooks_arena *a = owner("jemhooks_free", p);
     if (!a) return -ENOENT;
     int err = errno; /* free() keeps it, and this is its like */
-    if (!jh_frozen(a->space.rails.epoch)) jh_heap_free(a->heap, p);
+    if (!jh_frozen(a->space.rails.epoch)) give(a, p);
     errno = err;
     return 0;
 }
@@ -302,7 +367,7 @@ int jemhooks_free_sized(void *p, size_t size) {
     if (!size || size > have)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_free_sized: the block at %p has %zu bytes, not %zu; it was not "
                        "freed", p, have, size);
-    jh_heap_free(a->heap, p);
+    give(a, p);
     return 0;
 }
 
@@ -332,7 +397,7 @@ void *jemhooks_realloc(jemhooks_arena *arena, void *p, size_t size) {
     void *q = allocate(call, a, size, 1, false);
     if (!q) return size <= have ? p : NULL;
     memcpy(q, p, have < size ? have : size);
-    jh_heap_free(a->heap, p);
+    give(a, p);
     return q;
 }
 
@@ -383,12 +448,17 @@ int jemhooks_get_stats(jemhooks_arena *arena, jemhooks_stats *stats) {
         .regions = atomic_load(&s->region_count),
         .mapped = atomic_load(&s->mapped),
         .committed = jh_space_committed(s),
-        .registered = atomic_load(&s->rails.registered),
-        .registered_peak = atomic_load(&s->rails.registered_peak),
+        .registered = atomic_load(&s->rails.account.bytes),
+        .registered_peak = atomic_load(&s->rails.account.peak),
         .registrations = atomic_load(&s->rails.registrations),
         .deregistrations = atomic_load(&s->rails.deregistrations),
         .registration_failures = atomic_load(&s->rails.failures),
+        .hits = atomic_load(&s->rails.hits),
+        .evictions = atomic_load(&s->rails.evictions),
+        .retries = atomic_load(&s->rails.retries),
+        .registering_ns = atomic_load(&s->rails.time_registering),
     };
+    for (int i = 0; i < JEMHOOKS_DURATIONS; i++) now.durations[i] = atomic_load(&s->rails.durations[i]);
     jh_heap_stats(arena->heap, &now);
     if (stats->size > sizeof now) memset((char *)stats + sizeof now, 0, stats->size - sizeof now);
     memcpy(stats, &now, stats->size < sizeof now ? stats->size : sizeof now);

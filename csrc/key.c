@@ -133,7 +133,11 @@ int jemhooks_release(const void *p) {
     if (!r) return rc;
     uint64_t word = __atomic_load_n(&r->hot->word, __ATOMIC_RELAXED);
     while (word >> 8)
-        if (__atomic_compare_exchange_n(&r->hot->word, &word, word - 256, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) return 0;
+        if (__atomic_compare_exchange_n(&r->hot->word, &word, word - 256, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+            if (word >> 8 == 1) jh_unused(r);
+            if (jh_due(r->rails)) jh_expire(r->rails);
+            return 0;
+        }
     return jh_fail(JEMHOOKS_ERROR_CONFIG, EALREADY, "jemhooks_release: the region of %p holds no lease; release once for each "
                    "jemhooks_lease()", p);
 }

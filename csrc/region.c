@@ -229,6 +229,7 @@ static void region_close(jh_region *r) {
 static void strand(jh_region *r) {
     jh_space *s = r->space;
     region_hide(r);
+    jh_budget_strand(&r->registration.pin);
     __atomic_store_n(&r->registration.hot->arena, NULL, __ATOMIC_RELEASE);
     jh_provider_keep(s->provider);
     for (unsigned i = 0; i < s->rails.count; i++) jh_registrar_keep(s->rails.registrar[i]);
@@ -337,15 +338,20 @@ static jh_region *region_for(jh_space *s, size_t size, size_t alignment) {
     return region_open(s, size, alignment);
 }
 
+/* Takes pages into use; pages.lock is taken here. */
+static void commit_pages(jh_region *r, size_t first, size_t n) {
+    jh_registration *g = &r->registration;
+    pthread_mutex_lock(&g->pages.lock);
+    if (!g->pages.committed && jh_state(g->hot) == JEMHOOKS_REGISTERED) atomic_fetch_add(&g->rails->hits, 1);
+    jh_pages_commit(&g->pages, first, n);
+    pthread_mutex_unlock(&g->pages.lock);
+}
+
 /* Hands out [at, at + size) of r, which the caller has just carved. */
 static void *extent(jh_region *r, size_t at, size_t size, bool *zero, bool *commit) {
     jh_pages *pages = &r->registration.pages;
     if (JH_FAULT(commit_answered)) *commit = true;
-    if (*commit) {
-        pthread_mutex_lock(&pages->lock);
-        jh_pages_commit(pages, at / JH_PAGE, size / JH_PAGE);
-        pthread_mutex_unlock(&pages->lock);
-    }
+    if (*commit) commit_pages(r, at / JH_PAGE, size / JH_PAGE);
     *zero = pages->provider->host_accessible; /* now, or when it is committed */
     return pages->base + at;
 }
@@ -411,10 +417,7 @@ void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, boo
 }
 
 void jh_region_commit(jh_region *r, void *address, size_t length) {
-    jh_pages *p = &r->registration.pages;
-    pthread_mutex_lock(&p->lock);
-    jh_pages_commit(p, (size_t)((char *)address - p->base) / JH_PAGE, length / JH_PAGE);
-    pthread_mutex_unlock(&p->lock);
+    commit_pages(r, (size_t)((char *)address - r->registration.pages.base) / JH_PAGE, length / JH_PAGE);
 }
 
 void jh_region_decommit(jh_region *r, void *address, size_t length) {
@@ -426,5 +429,7 @@ void jh_region_decommit(jh_region *r, void *address, size_t length) {
     if (state == JEMHOOKS_MAPPED || JH_FAULT(decommit_drops) ||
         (state == JEMHOOKS_REGISTERING && JH_FAULT(decommit_drops_registering)))
         jh_pages_give_back(p, first, n);
+    else if (!p->committed)
+        jh_unused(&r->registration);
     pthread_mutex_unlock(&p->lock);
 }

@@ -2,7 +2,7 @@
 #ifndef JH_REGION_H
 #define JH_REGION_H
 
-#include "registration.h"
+#include "policy.h"
 
 typedef struct jh_region {
     jh_registration registration;

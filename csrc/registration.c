@@ -1,4 +1,4 @@
-/* registration.c - when a region is registered and deregistered, its keys and its leases.
+/* registration.c - how a region is registered and deregistered: its states, its keys, the calls of its registrars.
  *
  *      mapped -> registering -> registered -> deregistering -> mapped
  *
@@ -55,13 +55,15 @@ static void move(jh_registration *r, unsigned state, const jemhooks_mr *mr) {
     jh_hot_end(r->hot);
 }
 
+bool jh_inside_registrar(void) {
+    return inside;
+}
+
 static bool claimed(unsigned state) {
     return state == JEMHOOKS_REGISTERING || state == JEMHOOKS_DEREGISTERING;
 }
 
-/* Waits until the region is in no one's claim; its state then. -EDEADLK, recorded: this thread is inside a registrar, whose
- * own claim the other one may be waiting for. */
-static int settled(jh_registration *r) {
+int jh_settled(jh_registration *r) {
     unsigned state = jh_state(r->hot);
     if (!claimed(state)) return (int)state;
     if (inside)
@@ -74,8 +76,7 @@ static int settled(jh_registration *r) {
     return (int)state;
 }
 
-/* Deregisters the rails above `keep`, the last first; stops at the first that fails and returns its error. */
-static int drop(jh_registration *r, unsigned keep) {
+int jh_drop(jh_registration *r, unsigned keep) {
     for (; r->live > keep; r->live--) {
         jemhooks_registrar *g = r->rails->registrar[r->live - 1];
         jh_detail_clear();
@@ -90,8 +91,7 @@ static int drop(jh_registration *r, unsigned keep) {
     return 0;
 }
 
-/* Registers with every rail that is not live, or with none of them (but for one that cannot be undone). */
-static int take(jh_registration *r) {
+int jh_take(jh_registration *r) {
     for (unsigned had = r->live; r->live < r->rails->count; r->live++) {
         jemhooks_registrar *g = r->rails->registrar[r->live];
         jemhooks_mr *mr = &r->mr[r->live];
@@ -103,22 +103,14 @@ static int take(jh_registration *r) {
         if (!rc) continue;
         char why[512];
         snprintf(why, sizeof why, "%s", *jh_detail() ? jh_detail() : strerror(abs(rc)));
-        drop(r, had);
+        jh_drop(r, had);
         return jh_fail(JEMHOOKS_ERROR_REGISTRATION, abs(rc), "arena '%s': %s failed to register %zu bytes at %p: %s",
                        r->rails->name, g->ops.name, (size_t)r->hot->length, (void *)r->hot->base, why);
     }
     return 0;
 }
 
-static void count_registered(jh_rails *rails, uint64_t length) {
-    atomic_fetch_add(&rails->registrations, 1);
-    unsigned long long now = atomic_fetch_add(&rails->registered, length) + length, peak = rails->registered_peak;
-    while (now > peak && !atomic_compare_exchange_weak(&rails->registered_peak, &peak, now)) {}
-}
-
-/* Ends the claim: registered as far as any rail is, else mapped, with the pages given back that a pin, even one that
- * failed half-way, has populated. */
-static void settle(jh_registration *r) {
+void jh_settle(jh_registration *r) {
     int err = errno; /* what the caller is to report */
     pthread_mutex_lock(&r->pages.lock);
     if (!r->live) {
@@ -138,15 +130,15 @@ static bool complete(const jh_registration *r) {
     return jh_state(r->hot) == JEMHOOKS_REGISTERED && __atomic_load_n(&r->live, __ATOMIC_RELAXED) == r->rails->count;
 }
 
-int jh_register(jh_registration *r) {
-    for (bool mine = false; !mine;) {
-        int state = settled(r);
+int jh_claim_to_register(jh_registration *r) {
+    for (;;) {
+        int state = jh_settled(r);
         if (state < 0) return state;
-        if (complete(r)) return 0;
+        if (complete(r)) return 1;
         if (state == JEMHOOKS_UNMAPPED)
             return jh_fail(JEMHOOKS_ERROR_NOT_OURS, ENOENT, "registering: the region was unmapped meanwhile, with its arena");
         pthread_mutex_lock(&r->pages.lock);
-        mine = !claimed(jh_state(r->hot)) && !complete(r);
+        bool mine = !claimed(jh_state(r->hot)) && !complete(r);
         if (mine) {
             move(r, JEMHOOKS_REGISTERING, NULL);
             /* Whoever holds the remote key reaches pages that no block lies in. */
@@ -154,18 +146,11 @@ int jh_register(jh_registration *r) {
                 jh_pages_mark_uncommitted(&r->pages);
         }
         pthread_mutex_unlock(&r->pages.lock);
+        if (mine) return 0;
     }
-    JH_PAUSE(registering);
-    unsigned had = r->live;
-    int rc = take(r);
-    if (!had && r->live) count_registered(r->rails, r->hot->length);
-    settle(r);
-    if (rc) atomic_fetch_add(&r->rails->failures, 1);
-    return rc;
 }
 
-/* registered -> deregistering, if nothing holds it there. */
-static bool claim_to_deregister(jh_registration *r, enum jh_despite despite) {
+bool jh_claim_to_deregister(jh_registration *r, enum jh_despite despite) {
     bool mine = false;
     if (JH_FAULT(idle_unlocked)) { /* decide before locking, as the contract forbids */
         if (jh_state(r->hot) != JEMHOOKS_REGISTERED || jh_pages_committed(&r->pages)) return false;
@@ -182,22 +167,4 @@ static bool claim_to_deregister(jh_registration *r, enum jh_despite despite) {
     }
     pthread_mutex_unlock(&r->pages.lock);
     return mine;
-}
-
-int jh_deregister(jh_registration *r, enum jh_despite despite) {
-    for (bool mine = false; !mine;) {
-        int state = settled(r);
-        if (state < 0) return state;
-        if (state != JEMHOOKS_REGISTERED) return 1;
-        mine = claim_to_deregister(r, despite);
-        if (!mine && despite != JH_DESPITE_LEASES) return 1; /* else another thread has just claimed it */
-    }
-    JH_PAUSE(deregistering);
-    int rc = drop(r, 0);
-    if (!r->live) {
-        atomic_fetch_add(&r->rails->deregistrations, 1);
-        atomic_fetch_sub(&r->rails->registered, r->hot->length);
-    }
-    settle(r);
-    return rc;
 }

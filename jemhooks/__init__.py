@@ -29,6 +29,7 @@ from .run import bootstrap
 if TYPE_CHECKING:
     from .arena import Arena
     from .block import Block
+    from .budget import Budget
     from .lookup import Key, Lease, Region, State, key, keys, lease, lkey, region, rkey
     from .providers import Anonymous, Fixed, Provider
     from .registrars.base import Registrar
@@ -44,6 +45,7 @@ _LAZY = {
     "Arena": "arena",
     "Stats": "stats",
     "Block": "block",
+    "Budget": "budget",
     **dict.fromkeys(("Anonymous", "Fixed", "Provider"), "providers"),
     **dict.fromkeys(("Key", "Lease", "Region", "State", "key", "keys", "lease", "lkey", "region", "rkey"), "lookup"),
     "Registrar": "registrars.base",
@@ -59,6 +61,7 @@ __all__ = [
     "Anonymous",
     "Arena",
     "Block",
+    "Budget",
     "ClosedError",
     "ConfigError",
     "Fabric",

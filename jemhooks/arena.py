@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -16,35 +16,20 @@ from ._native import check, error, ffi, lib
 from .access import Access, access_flags
 from .arrays import Arrays
 from .block import Block
-from .errors import ClosedError, ConfigError
+from .budget import Budget
+from .config import arena_config, registrars_of
+from .errors import ClosedError
 from .lifetime import by_address, drain
 from .providers import Provider
 from .registrars.base import Registrar
 from .scatter import scatter_list
 from .sizes import LIMIT, ranged, size, text
-from .stats import OF_BLOCKS, Stats
+from .stats import Stats, stats_of
 
-_POLICIES = {"lazy": 0, "eager": 1, "none": 2}  # enum jemhooks_policy
-_DECAY_DEFAULT = -2  # JEMHOOKS_DECAY_DEFAULT
 REGION_DTYPE = np.dtype(
     [(n, "u8") for n in ("base", "length", "committed", "lkey", "rkey", "remote_base", "generation")]
     + [("state", "u4"), ("leases", "u4")]
 )
-
-
-def _registrars(name: str, given: Registrar | Iterable[Registrar]) -> tuple[Registrar, ...]:
-    try:
-        found = (given,) if isinstance(given, Registrar) else tuple(given)
-    except TypeError:
-        raise ConfigError(f"arena '{name}': {given!r} is neither a Registrar nor several of them") from None
-    for item in found:
-        if not isinstance(item, Registrar):
-            raise ConfigError(f"arena '{name}': {item!r} is not a Registrar")
-    return found
-
-
-def _decay(milliseconds: int | None, what: str) -> int:
-    return _DECAY_DEFAULT if milliseconds is None else ranged(milliseconds, what, -1, LIMIT)
 
 
 class Arena(Arrays):
@@ -61,6 +46,12 @@ class Arena(Arrays):
     :param shards: jemalloc arenas to spread threads over, 1 to 64.
     :param dirty_decay_ms, muzzy_decay_ms: how long jemalloc keeps freed pages: 0 gives them back at once, -1 never;
         None is jemalloc's own setting.
+    :param pin_limit, max_regions: how many bytes and regions may be registered at a time; None: no limit of the
+        arena's own, only those of its registrars. See :class:`Budget`. Regions stay below an eighth of the limit.
+    :param idle_ttl: seconds that idle regions stay registered, None: for ever. Looked at when something is
+        registered; 0: also when something is freed, if the registrars are native.
+    :param evict: what a full budget may take: "idle" regions, or all "unleased" ones, with live blocks in them, too,
+        for those who lease around every transfer.
     :param name: for error messages.
 
     Thread-safe. A closed arena lives on until its last block, array, lease and region is gone.
@@ -78,6 +69,10 @@ class Arena(Arrays):
         shards: int = 1,
         dirty_decay_ms: int | None = None,
         muzzy_decay_ms: int | None = None,
+        pin_limit: SupportsIndex | str | None = None,
+        max_regions: SupportsIndex | None = None,
+        idle_ttl: SupportsFloat | None = 10.0,
+        evict: Literal["idle", "unleased"] = "idle",
         name: str = "arena",
     ) -> None:
         self._closed = True  # until it is open
@@ -85,25 +80,25 @@ class Arena(Arrays):
         drain()
         encoded = ffi.new("char[]", text(name, "name"))
         self.name, self.provider, self.access = name, provider, access_flags(access)
-        self.registrars = _registrars(name, registrars)
-        if provider is not None and not isinstance(provider, Provider):
-            raise ConfigError(f"arena '{name}': {provider!r} is not a Provider")
-        if policy is None:
-            policy = "lazy" if self.registrars else "none"
-        if not isinstance(policy, str) or policy not in _POLICIES:
-            raise ConfigError(f"arena '{name}': policy {policy!r} is not one of {', '.join(_POLICIES)}")
-        self.policy = policy
-        config = ffi.new("jemhooks_config *")
-        config.size = ffi.sizeof("jemhooks_config")
-        config.name = encoded
-        config.provider = ffi.NULL if provider is None else provider._pointer
-        config.registrar_count = len(self.registrars)
-        config.access, config.policy = int(self.access), _POLICIES[policy]
-        config.region_min = size(region_min, "region_min", 1)
-        config.region_max = size(region_max, "region_max", 1)
-        config.shards = ranged(shards, "shards", 1, 64)
-        config.dirty_decay_ms = _decay(dirty_decay_ms, "dirty_decay_ms")
-        config.muzzy_decay_ms = _decay(muzzy_decay_ms, "muzzy_decay_ms")
+        self.registrars = registrars_of(name, registrars)
+        self.policy = policy or ("lazy" if self.registrars else "none")
+        config = arena_config(
+            name,
+            encoded,
+            provider,
+            rails=len(self.registrars),
+            access=int(self.access),
+            policy=self.policy,
+            region_min=region_min,
+            region_max=region_max,
+            shards=shards,
+            dirty_decay_ms=dirty_decay_ms,
+            muzzy_decay_ms=muzzy_decay_ms,
+            pin_limit=pin_limit,
+            max_regions=max_regions,
+            idle_ttl=idle_ttl,
+            evict=evict,
+        )
         out = ffi.new("jh_face **")
         with ExitStack() as stack:
             pointers = [
@@ -258,4 +253,13 @@ class Arena(Arrays):
             lib.jh_face_get_stats(self._face, blocks)
         finally:
             lib.jh_face_leave(self._face)
-        return Stats(*(getattr(blocks if i < OF_BLOCKS else native, n) for i, n in enumerate(Stats._fields)))
+        return stats_of(native, blocks)
+
+    @property
+    def budget(self) -> Budget:
+        """The arena's own limits, and what is registered under them. :raises ClosedError:"""
+        arena = self._use()
+        try:
+            return Budget._of(lib.jemhooks_arena_budget(arena))
+        finally:
+            lib.jh_face_leave(self._face)

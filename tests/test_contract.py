@@ -137,6 +137,14 @@ def test_storm(run: Run, conf: str, huge: int) -> None:
 
 @uring
 @retain
+@pytest.mark.parametrize("pause", ["", PAUSES])
+def test_storm_under_a_small_budget(run: Run, conf: str, pause: str) -> None:
+    ops = count("ops", 30_000 if pause else 100_000)
+    passes(run("storm", ops, "limit=32", "seed=3", conf=conf, pause=pause))
+
+
+@uring
+@retain
 def test_storm_with_pauses(run: Run, conf: str) -> None:
     passes(run("storm", count("ops", 30_000), "seed=2", conf=conf, pause=PAUSES))
 
@@ -162,6 +170,12 @@ def test_lookup(run: Run, conf: str) -> None:
 @pytest.mark.parametrize("pause", ["", PAUSES])
 def test_registration(run: Run, conf: str, pause: str) -> None:
     passes(run("registration", count("rounds", 200), conf=conf, pause=pause))
+
+
+@retain
+@pytest.mark.parametrize("pause", ["", PAUSES])
+def test_budgets(run: Run, conf: str, pause: str) -> None:
+    passes(run("budget", count("rounds", 3000), conf=conf, pause=pause))
 
 
 @retain

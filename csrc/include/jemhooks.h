@@ -156,6 +156,31 @@ JEMHOOKS_API int jemhooks_packed_key(const void *p, unsigned rail, const void **
 JEMHOOKS_API int jemhooks_lease(const void *p, jemhooks_key *key);
 JEMHOOKS_API int jemhooks_release(const void *p);
 
+/* ---- budgets --------------------------------------------------------------------------------------------------- */
+
+/* Limits on what is registered at a time. Every arena has a budget of its own and every registrar one over all its arenas;
+ * one budget may be given to several registrars. When a limit is reached, idle regions are deregistered, the longest idle
+ * first; if everything is in use, a key is refused with JEMHOOKS_ERROR_PIN_LIMIT. Thread-safe. A forked child has
+ * registered nothing. */
+typedef struct jemhooks_budget jemhooks_budget;
+#define JEMHOOKS_UNLIMITED UINT64_MAX
+
+typedef struct jemhooks_budget_info {
+    size_t size;                      /* sizeof(jemhooks_budget_info), set by the caller              */
+    uint64_t pin_limit, max_regions;  /* JEMHOOKS_UNLIMITED: none                                     */
+    uint64_t registered, peak;        /* bytes, with what is being registered; twice for two rails    */
+    uint64_t regions;
+} jemhooks_budget_info;
+
+JEMHOOKS_API int jemhooks_budget_create(uint64_t pin_limit, uint64_t max_regions, jemhooks_budget **budget);
+/* One reference more; and one less (NULL is allowed). Arenas and registrars keep their own. */
+JEMHOOKS_API void jemhooks_budget_keep(jemhooks_budget *budget);
+JEMHOOKS_API void jemhooks_budget_close(jemhooks_budget *budget);
+/* New limits, in force at once. Idle regions beyond them are deregistered now; others stay until they are idle. The error
+ * of a registrar that fails to deregister is returned; the limits are in force nevertheless. */
+JEMHOOKS_API int jemhooks_budget_set(jemhooks_budget *budget, uint64_t pin_limit, uint64_t max_regions);
+JEMHOOKS_API int jemhooks_budget_get(jemhooks_budget *budget, jemhooks_budget_info *info);
+
 /* ---- registrars ------------------------------------------------------------------------------------------------ */
 
 enum jemhooks_access {
@@ -179,6 +204,7 @@ typedef struct jemhooks_mr {
 typedef struct jemhooks_limits {
     uint64_t max_mr_size; /* bytes of one registration; 0: no limit  */
     uint64_t max_mr;      /* registrations at a time; 0: no limit    */
+    uint64_t pin_limit;   /* bytes that may be registered at a time; 0: no limit */
 } jemhooks_limits;
 
 /* What a registrar can do. Calls may come from several threads at once, for different regions, always from a thread
@@ -194,6 +220,8 @@ typedef struct jemhooks_registrar_ops {
     void (*limits)(void *self, jemhooks_limits *limits); /* may be NULL: none                            */
     void (*close)(void *self);                           /* may be NULL; after the last registration ended */
     const void *interface;                               /* what else the module offers; may be NULL     */
+    int not_in_free;  /* 1: never call it from jemhooks_free() and jemhooks_release(), which may run in finalisers: then
+                         regions that may not be idle go with the next registration or trim                     */
 } jemhooks_registrar_ops;
 
 typedef struct jemhooks_registrar jemhooks_registrar;
@@ -205,6 +233,10 @@ JEMHOOKS_API int jemhooks_registrar_open(const char *kind, const void *config, j
 JEMHOOKS_API int jemhooks_registrar_create(const jemhooks_registrar_ops *ops, void *self, jemhooks_registrar **registrar);
 /* Drops the caller's reference; it is closed when the last arena that uses it is gone. NULL is allowed. */
 JEMHOOKS_API void jemhooks_registrar_close(jemhooks_registrar *registrar);
+/* Its budget, as long as it is open. Until its owner sets limits they are those of the registrar itself (ops->limits). */
+JEMHOOKS_API jemhooks_budget *jemhooks_registrar_budget(jemhooks_registrar *registrar);
+/* Another one, which may be shared with other registrars. -EBUSY: an arena uses the registrar already. */
+JEMHOOKS_API int jemhooks_registrar_set_budget(jemhooks_registrar *registrar, jemhooks_budget *budget);
 JEMHOOKS_API const char *jemhooks_registrar_name(const jemhooks_registrar *registrar);
 JEMHOOKS_API void *jemhooks_registrar_self(const jemhooks_registrar *registrar);
 /* ops->interface if the registrar is of this kind, else NULL. */
@@ -263,8 +295,16 @@ enum jemhooks_policy {
     JEMHOOKS_NONE      /* never                                                       */
 };
 
+enum jemhooks_evict {
+    JEMHOOKS_EVICT_IDLE = 0, /* a full budget takes only regions without blocks and leases                          */
+    JEMHOOKS_EVICT_UNLEASED  /* also regions with live blocks, if they are unleased: for those who lease around every
+                                transfer. A key is then valid only under a lease                                    */
+};
+
 #define JEMHOOKS_MAX_RAILS 4
 #define JEMHOOKS_DECAY_DEFAULT (-2)
+#define JEMHOOKS_FOREVER (-1)
+#define JEMHOOKS_DURATIONS 16
 
 typedef struct jemhooks_config {
     size_t size;                     /* sizeof(jemhooks_config)                                                    */
@@ -281,10 +321,17 @@ typedef struct jemhooks_config {
     ssize_t dirty_decay_ms;          /* -1 never, 0 at once, JEMHOOKS_DECAY_DEFAULT: jemalloc's own setting        */
     ssize_t muzzy_decay_ms;
     void *user;                      /* the caller's own; see jemhooks_arena_user()                                */
+    uint64_t pin_limit;              /* of the arena's own budget; bytes, at least region_min. Regions stay below an eighth
+                                        of any pin_limit, as far as region_min allows                              */
+    uint64_t max_regions;            /* at least 1                                                                 */
+    int64_t idle_ttl_ms;             /* how long idle regions stay registered: JEMHOOKS_FOREVER, or from 0 on. Looked at when
+                                        something is registered, and for 0 also when something is freed or released */
+    int evict;                       /* enum jemhooks_evict                                                        */
 } jemhooks_config;
 #define JEMHOOKS_CONFIG_INIT                                                                                         \
     {sizeof(jemhooks_config), NULL, NULL, NULL, 0, JEMHOOKS_REMOTE_READ | JEMHOOKS_REMOTE_WRITE, JEMHOOKS_LAZY, 1,  \
-     (size_t)2 << 20, (size_t)64 << 20, JEMHOOKS_DECAY_DEFAULT, JEMHOOKS_DECAY_DEFAULT, NULL}
+     (size_t)2 << 20, (size_t)64 << 20, JEMHOOKS_DECAY_DEFAULT, JEMHOOKS_DECAY_DEFAULT, NULL, JEMHOOKS_UNLIMITED,      \
+     JEMHOOKS_UNLIMITED, 10000, JEMHOOKS_EVICT_IDLE}
 
 JEMHOOKS_API int jemhooks_arena_create(const jemhooks_config *config, jemhooks_arena **arena);
 /* -EBUSY, with nothing changed but emptied thread caches, while blocks are allocated or leases held. If a registrar
@@ -293,6 +340,8 @@ JEMHOOKS_API int jemhooks_arena_create(const jemhooks_config *config, jemhooks_a
 JEMHOOKS_API int jemhooks_arena_destroy(jemhooks_arena *arena);
 /* The `user` of the arena's config; from any block by jemhooks_region_of(p)->arena. NULL for NULL. */
 JEMHOOKS_API void *jemhooks_arena_user(const jemhooks_arena *arena);
+/* The arena's own budget, as long as the arena lives. */
+JEMHOOKS_API jemhooks_budget *jemhooks_arena_budget(jemhooks_arena *arena);
 
 /* Memory. size is 1 to PTRDIFF_MAX bytes; alignment a power of two up to 1 GiB (without one: 8 bytes for sizes up to 8, else
  * 16). NULL on failure: errno and jemhooks_last_error() say why. calloc's memory is zero. */
@@ -339,6 +388,11 @@ typedef struct jemhooks_stats {
     uint64_t abandoned;              /* bytes of address space jemalloc lost: 0    */
     uint64_t allocated;              /* bytes in live blocks, those in thread caches included; 0 if jemalloc
                                         was built without statistics               */
+    uint64_t hits;                   /* idle regions that came into use again while still registered */
+    uint64_t evictions;              /* deregistrations to make room, or after idle_ttl */
+    uint64_t retries;                /* registrations tried again after evictions  */
+    uint64_t registering_ns;         /* spent in successful registrations          */
+    uint64_t durations[JEMHOOKS_DURATIONS]; /* how many of them took less than 1 us, 2 us, 4 us, …; the last: all others */
 } jemhooks_stats;
 JEMHOOKS_API int jemhooks_get_stats(jemhooks_arena *arena, jemhooks_stats *stats);
 /* Regions that stay mapped for good because their registrar failed to deregister them, process-wide. */

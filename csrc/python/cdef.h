@@ -1,6 +1,7 @@
 typedef struct jemhooks_arena jemhooks_arena;
 typedef struct jemhooks_registrar jemhooks_registrar;
 typedef struct jemhooks_provider jemhooks_provider;
+typedef struct jemhooks_budget jemhooks_budget;
 
 const char *jemhooks_last_error(void);
 int jemhooks_last_error_kind(void);
@@ -17,7 +18,7 @@ typedef struct {
     const void *packed;
     size_t packed_length;
 } jemhooks_mr;
-typedef struct { uint64_t max_mr_size, max_mr; } jemhooks_limits;
+typedef struct { uint64_t max_mr_size, max_mr, pin_limit; } jemhooks_limits;
 typedef struct {
     size_t size;
     const char *name;
@@ -26,11 +27,21 @@ typedef struct {
     void (*limits)(void *self, jemhooks_limits *limits);
     void (*close)(void *self);
     const void *interface;
+    int not_in_free;
 } jemhooks_registrar_ops;
 
 int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_registrar **registrar);
 int jemhooks_registrar_create(const jemhooks_registrar_ops *ops, void *self, jemhooks_registrar **registrar);
 void jemhooks_registrar_close(jemhooks_registrar *registrar);
+jemhooks_budget *jemhooks_registrar_budget(jemhooks_registrar *registrar);
+int jemhooks_registrar_set_budget(jemhooks_registrar *registrar, jemhooks_budget *budget);
+
+typedef struct { size_t size; uint64_t pin_limit, max_regions, registered, peak, regions; } jemhooks_budget_info;
+int jemhooks_budget_create(uint64_t pin_limit, uint64_t max_regions, jemhooks_budget **budget);
+void jemhooks_budget_keep(jemhooks_budget *budget);
+void jemhooks_budget_close(jemhooks_budget *budget);
+int jemhooks_budget_set(jemhooks_budget *budget, uint64_t pin_limit, uint64_t max_regions);
+int jemhooks_budget_get(jemhooks_budget *budget, jemhooks_budget_info *info);
 
 typedef struct { size_t size, page_size; int transparent_huge, numa_node; } jemhooks_anonymous_config;
 typedef struct { void *base; size_t length; } jemhooks_range;
@@ -58,7 +69,11 @@ typedef struct {
     size_t region_min, region_max;
     ssize_t dirty_decay_ms, muzzy_decay_ms;
     void *user;
+    uint64_t pin_limit, max_regions;
+    int64_t idle_ttl_ms;
+    int evict;
 } jemhooks_config;
+jemhooks_budget *jemhooks_arena_budget(jemhooks_arena *arena);
 
 typedef struct {
     uint64_t base, length, committed, lkey, rkey, remote_base, generation;
@@ -67,7 +82,8 @@ typedef struct {
 typedef struct {
     size_t size;
     uint64_t regions, mapped, committed, registered, registered_peak, registrations, deregistrations,
-        registration_failures, active, dirty, muzzy, abandoned, allocated;
+        registration_failures, active, dirty, muzzy, abandoned, allocated, hits, evictions, retries, registering_ns,
+        durations[16];
 } jemhooks_stats;
 int jemhooks_trim(jemhooks_arena *arena, size_t *released);
 int jemhooks_regions(jemhooks_arena *arena, jemhooks_region_info *info, size_t *count);

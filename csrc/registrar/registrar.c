@@ -3,6 +3,7 @@
  * operator new to a privately loaded jemalloc. What it needs from here it gets as a jemhooks_host.
  * Concurrency: the reference count is atomic; modules stay loaded for good. */
 #include "registrar.h"
+#include "../budget.h"
 #include "../error.h"
 #include "../fork.h"
 
@@ -23,6 +24,11 @@ int jemhooks_registrar_create(const jemhooks_registrar_ops *ops, void *self, jem
                        "register_memory and deregister_memory, and somewhere to put the result", LEAST_OPS);
     jemhooks_registrar *r = calloc(1, sizeof *r);
     if (!r) return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "registrar %s: no memory for the registrar itself", ops->name);
+    int rc = jemhooks_budget_create(JEMHOOKS_UNLIMITED, JEMHOOKS_UNLIMITED, &r->budget);
+    if (rc) {
+        free(r);
+        return rc;
+    }
     memcpy(&r->ops, ops, ops->size < sizeof r->ops ? ops->size : sizeof r->ops);
     r->self = self;
     r->epoch = atomic_load(&jh_fork_epoch);
@@ -38,6 +44,7 @@ void jh_registrar_keep(jemhooks_registrar *r) {
 void jemhooks_registrar_close(jemhooks_registrar *r) {
     if (!r || atomic_fetch_sub(&r->references, 1) != 1) return;
     if (r->ops.close && !jh_frozen(r->epoch)) r->ops.close(r->self); /* the parent's stays open */
+    jemhooks_budget_close(r->budget);
     free(r);
 }
 
@@ -80,6 +87,21 @@ int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_regis
     rc = jemhooks_registrar_create(ops, self, registrar);
     if (rc && ops && ops->close) ops->close(self);
     return rc;
+}
+
+jemhooks_budget *jemhooks_registrar_budget(jemhooks_registrar *r) {
+    return r ? r->budget : NULL;
+}
+
+int jemhooks_registrar_set_budget(jemhooks_registrar *r, jemhooks_budget *budget) {
+    if (!r || !budget) return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_registrar_set_budget: NULL");
+    if (atomic_load(&r->references) != 1)
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "registrar %s: an arena uses it; set its budget before making arenas",
+                       r->ops.name);
+    jemhooks_budget_keep(budget);
+    jemhooks_budget_close(r->budget);
+    r->budget = budget;
+    return 0;
 }
 
 const char *jemhooks_registrar_name(const jemhooks_registrar *r) {

@@ -9,6 +9,7 @@
 struct jemhooks_registrar {
     jemhooks_registrar_ops ops; /* a copy, with what an older caller does not know left NULL */
     void *self;
+    jemhooks_budget *budget;    /* of all arenas that use it */
     atomic_int references;
     unsigned epoch;             /* jh_fork_epoch when it was made: a child must not use its parent's */
 };

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._native import callbacks, check, ffi, lib
 from ..access import Access
+from ..budget import Budget, checked
 from ..errors import ClosedError, ConfigError, ForkError
 from ..sizes import ranged, text
 
@@ -44,6 +45,8 @@ class Registrar:
     in_python: bool = True
 
     _closed: bool = False
+    _budget: Budget | None = None
+    _in_use: bool = False
 
     def register(self, addr: int, length: int, access: Access) -> tuple[int, int, object]:
         """Register ``length`` bytes at ``addr``; return lkey, rkey (ints of 64 bits) and a handle."""
@@ -67,12 +70,30 @@ class Registrar:
         check(lib.jemhooks_registrar_create(bound.ops, bound.pointer, out))
         _alive[bound.address] = bound
         try:
+            check(lib.jemhooks_registrar_set_budget(out[0], self.budget._pointer))
             yield out[0]
         finally:
             lib.jemhooks_registrar_close(out[0])
 
+    @property
+    def budget(self) -> Budget:
+        """The limits on all of its arenas together; until you set some, those that the registrar itself has."""
+        if self._budget is None:
+            self._budget = Budget()
+        return self._budget
+
+    def use_budget(self, budget: Budget) -> None:
+        """Take another budget, which other registrars may have, too. Before arenas are made.
+
+        :raises ConfigError: an arena uses the registrar already, or not a Budget.
+        """
+        if self._in_use:
+            raise ConfigError(f"registrar {self.name}: an arena uses it; give it a budget before making arenas")
+        self._budget = checked(budget)
+
     def _joined(self, arena: Any) -> None:
         """An arena was made that uses this registrar."""
+        self._in_use = True
 
     def close(self) -> None:
         """Refuse new arenas; those that use the registrar go on. Idempotent."""
@@ -116,6 +137,23 @@ class NativeRegistrar(Registrar):
     def _native(self) -> Iterator[Any]:
         yield self._open()
 
+    @property
+    def budget(self) -> Budget:
+        """The limits on all of its arenas together; until you set some, those that the registrar itself has."""
+        if self.in_python:
+            return super().budget
+        return Budget._of(lib.jemhooks_registrar_budget(self._open()))
+
+    def use_budget(self, budget: Budget) -> None:
+        """Take another budget, which other registrars may have, too. Before arenas are made.
+
+        :raises ConfigError: not a Budget. :raises ProviderError: an arena uses the registrar already.
+        """
+        if self.in_python:
+            super().use_budget(budget)
+        else:
+            check(lib.jemhooks_registrar_set_budget(self._open(), checked(budget)._pointer))
+
     def close(self) -> None:
         """Refuse new arenas and calls; the registrar ends with the last arena that uses it. Idempotent."""
         super().close()
@@ -137,6 +175,7 @@ class _Bound:
         self.ops = ffi.new("jemhooks_registrar_ops *")
         self.ops.size, self.ops.name = ffi.sizeof("jemhooks_registrar_ops"), self.name
         self.ops.register_memory, self.ops.deregister_memory = lib.jh_py_register, lib.jh_py_deregister
+        self.ops.not_in_free = 1
         self.ops.limits, self.ops.close = lib.jh_py_limits, lib.jh_py_close
 
     def register(self, addr: int, length: int, access: int, mr: Any) -> None:

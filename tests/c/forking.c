@@ -286,8 +286,8 @@ static void make_far_apart(far_apart *f) {
     char *base = (char *)atomic_fetch_add(&next, APART * GIB);
     for (int i = 0; i < APART; i++, base += GIB) {
         f->range[i] = (jemhooks_range){base, SLOT};
-        CHECK("setup", mmap(base, SLOT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0) == base,
-              "memory at %p", (void *)base);
+        void *p = mmap(base, SLOT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+        CHECK("setup", p == base, "memory at %p", (void *)base);
     }
     jemhooks_fixed_config config = JEMHOOKS_FIXED_CONFIG_INIT;
     config.ranges = f->range;

@@ -3,9 +3,12 @@
  * deregistered all the time. What the device wrote is what the CPU must read; zeroed blocks are zero; and at rest just
  * the registered bytes are pinned. At rest the device also writes to all registered memory that no block lies in, as
  * a peer with the key might.
- *     test_storm ops=100000 seed=1 huge=0|1
- * Concurrency: two owners and a device. A block is its owner's unless `state` is SENT: then it is the device's, which
- * gives it back with DONE. From barrier to barrier the owners swap tables; at each the device is idle.               */
+ *     test_storm ops=100000 seed=1 huge=0|1 limit=0
+ * With limit (MiB) no more may be registered at a time, and regions are evicted all the time, with blocks in them, too: so
+ * the device leases what it writes to.
+ * Concurrency: two owners and a device; with a limit one more looks at what is pinned. A block is its owner's unless `state`
+ * is SENT: then it is the device's, which gives it back with DONE. From barrier to barrier the owners swap tables; at each
+ * the device is idle.                                                                                                */
 #include "check.h"
 #include "jemhooks_uring.h"
 
@@ -39,7 +42,7 @@ static block table[OWNERS][BLOCKS];
 static pthread_barrier_t turn;
 static int pattern_file;
 static unsigned char *pattern;
-static long ops, seed, huge;
+static long ops, seed, huge, limit;
 static struct {
     pthread_mutex_t lock;
     pthread_cond_t filled;
@@ -47,7 +50,8 @@ static struct {
     size_t head, tail;
     bool closed;
 } queue = {.lock = PTHREAD_MUTEX_INITIALIZER, .filled = PTHREAD_COND_INITIALIZER};
-static atomic_ulong operations, transfers, beyond;
+static atomic_ulong operations, transfers, refusals, beyond;
+static atomic_bool over;
 
 /* ---- the device -------------------------------------------------------------------------------------------------- */
 
@@ -73,11 +77,18 @@ static void *device(void *arg) {
         block *b = queue.block[queue.head++ % QUEUE];
         pthread_mutex_unlock(&queue.lock);
         jemhooks_key key;
-        int rc = jemhooks_get_key(b->p, &key);
+        int rc = limit ? jemhooks_lease(b->p, &key) : jemhooks_get_key(b->p, &key);
+        if (rc && limit && jemhooks_last_error_kind() == JEMHOOKS_ERROR_PIN_LIMIT) {
+            memcpy(b->p, pattern + b->offset, b->size); /* a block beyond the limit */
+            atomic_fetch_add(&refusals, 1);
+            atomic_store_explicit(&b->state, DONE, memory_order_release);
+            continue;
+        }
         CHECK("key", !rc, "no key: %s", jemhooks_last_error());
         CHECK("key", rc || !b->keyed || (key.generation == b->key.generation && key.lkey == b->key.lkey),
               "the key of a live block changed");
         if (!rc) transfer(b->p, b->size, b->offset, &key);
+        if (!rc && limit) MUST(jemhooks_release(b->p));
         atomic_fetch_add(&transfers, 1);
         atomic_store_explicit(&b->state, DONE, memory_order_release);
     }
@@ -133,7 +144,7 @@ static void make(block *b, dice *d) {
     if (!CHECK("alloc", p, "no memory for %zu bytes: %s", size, jemhooks_last_error())) return;
     if (kind < 4 || kind == 7) CHECK("zero", all_zero(p, size), "a zeroed block of %zu bytes is not zero", size);
     own(b, p, size, roll_below(d, PATTERN - LARGEST));
-    if (roll_below(d, 4)) return;
+    if (limit || roll_below(d, 4)) return;
     b->keyed = CHECK("key", !jemhooks_get_key(b->p, &b->key), "no key: %s", jemhooks_last_error());
 }
 
@@ -255,6 +266,18 @@ static void *work(void *arg) {
     return NULL;
 }
 
+/* What the kernel says is pinned never exceeds the limit. */
+static void *watch(void *arg) {
+    long most = 0;
+    while (!atomic_load(&over)) {
+        long pinned = status_kib("VmPin");
+        if (pinned > most) most = pinned;
+    }
+    CHECK("limit", most <= limit * 1024, "%ld KiB were pinned, with a limit of %ld MiB", most, limit);
+    CHECK("setup", most > limit * 1024 / 2, "only %ld KiB were ever pinned", most);
+    return arg;
+}
+
 static void create_arenas(void) {
     jemhooks_anonymous_config pages = JEMHOOKS_ANONYMOUS_CONFIG_INIT;
     pages.transparent_huge = (int)huge;
@@ -264,6 +287,10 @@ static void create_arenas(void) {
     config.registrar_count = 1;
     config.region_max = REGION_MAX;
     config.dirty_decay_ms = config.muzzy_decay_ms = 0;
+    if (limit) {
+        config.evict = JEMHOOKS_EVICT_UNLEASED;
+        MUST(jemhooks_budget_set(jemhooks_registrar_budget(uring), (uint64_t)limit * MIB, JEMHOOKS_UNLIMITED));
+    }
     arena[0] = arena_of(&config);
     config.dirty_decay_ms = 2;
     config.muzzy_decay_ms = 10000;
@@ -272,8 +299,9 @@ static void create_arenas(void) {
 }
 
 static void storm(void) {
-    pthread_t owner[OWNERS], controller = start_thread(device, NULL);
+    pthread_t owner[OWNERS], controller = start_thread(device, NULL), watcher = controller;
     create_arenas();
+    if (limit) watcher = start_thread(watch, NULL);
     for (int t = 0; t < OWNERS; t++)
         for (unsigned i = 0; i < BLOCKS; i++) table[t][i].arena = i % ARENAS;
     pthread_barrier_init(&turn, NULL, OWNERS);
@@ -284,19 +312,26 @@ static void storm(void) {
     pthread_cond_signal(&queue.filled);
     pthread_mutex_unlock(&queue.lock);
     join_thread(controller);
-    uint64_t registrations = 0;
+    atomic_store(&over, true);
+    if (limit) join_thread(watcher);
+    uint64_t registrations = 0, evictions = 0;
     for (unsigned i = 0; i < ARENAS; i++) {
         leave(table[0], i);
         leave(table[1], i);
         check_idle(arena[i], true);
         registrations += stats_of(arena[i]).registrations;
+        evictions += stats_of(arena[i]).evictions;
     }
     check_registered_pinned();
     for (int i = 0; i < ARENAS; i++) arena_end(arena[i]);
     figure("ops", (double)atomic_load(&operations));
     figure("transfers", (double)atomic_load(&transfers));
     figure("registrations", (double)registrations);
+    if (limit) figure("evictions", (double)evictions);
+    if (limit) figure("refusals", (double)atomic_load(&refusals));
     figure("mib_beyond_blocks", (double)(atomic_load(&beyond) >> 20));
+    CHECK("setup", !limit || (evictions > 200 && atomic_load(&refusals) < atomic_load(&transfers) / 4),
+          "too little was evicted, or too much refused, to show anything");
     CHECK("setup", registrations > 20 && atomic_load(&transfers) > 1000, "too little happened to show anything");
 }
 
@@ -306,6 +341,7 @@ int main(int argc, char **argv) {
     ops = option("ops", 100000);
     seed = option("seed", 1);
     huge = option("huge", 0);
+    limit = option("limit", 0);
     MUST(jemhooks_registrar_open("uring", NULL, &uring));
     pattern_file = memfd_create("pattern", 0);
     must(ftruncate(pattern_file, PATTERN), "a pattern file", __FILE__, __LINE__);

@@ -13,7 +13,12 @@ PROGRAM = Path(__file__).resolve().parents[2] / "build" / "verbs" / "test_verbs"
 
 def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(PROGRAM), *args], capture_output=True, text=True, timeout=600, check=False, env={**os.environ, **variables}
+        [str(PROGRAM), *args],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
+        env={**os.environ, **variables},
     )
 
 
