@@ -126,7 +126,7 @@ def serve(channel: Channel, device: Device, store: Store) -> None:
         queue.connect(channel.ask({"address": queue.address(), "metadata": store.metadata()}))
         channel.send("connected")
         while True:
-            request = channel.receive()
+            request = channel.receive(None)  # meanwhile the client reads, which is not seen here
             for name, value in request.items():  # only --loopback writes from outside
                 store.put(name, value.encode())
             channel.send(len(request))

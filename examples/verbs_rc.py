@@ -151,8 +151,9 @@ class Channel:
     def send(self, what: Any) -> None:
         self.socket.sendall(json.dumps(what).encode() + b"\n")
 
-    def receive(self) -> Any:
-        """:raises EOFError: the other side is gone."""
+    def receive(self, seconds: float | None = TIMEOUT) -> Any:
+        """:param seconds: None: as long as it takes. :raises EOFError: the other side is gone."""
+        self.socket.settimeout(seconds)
         line = self._lines.readline()
         if not line:
             raise EOFError("the other side closed the connection")

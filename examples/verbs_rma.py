@@ -55,7 +55,7 @@ def serve(channel: Channel, device: Device, options: argparse.Namespace) -> None
         queue.connect(channel.ask({"address": queue.address(), "keys": keys, "sizes": [a.nbytes for a in arrays]}))
         channel.send("connected")
         while True:
-            request = channel.receive()
+            request = channel.receive(None)  # meanwhile the client reads and writes, which is not seen here
             if request == "check":
                 channel.send(wrong(arrays, 0))
             elif request == "refill":

@@ -160,9 +160,14 @@ static void say(side *s, const char *format, ...) {
     if (fflush(s->out)) die("the other side is gone");
 }
 
-static void listen_to(side *s, int fd) {
-    struct timeval patience = {TIMEOUT_S, 0};
+/* How long to wait for the other side; 0: as long as it takes. */
+static void be_patient(int fd, int seconds) {
+    struct timeval patience = {seconds, 0};
     setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+}
+
+static void listen_to(side *s, int fd) {
+    be_patient(fd, TIMEOUT_S);
     s->in = fdopen(fd, "r");
     s->out = fdopen(dup(fd), "w");
     if (!s->in || !s->out) die("the connection: %s", strerror(errno));
@@ -228,6 +233,7 @@ static void serve(side *s, const options *o) {
         jemhooks_key key = key_of(i < o->count ? (void *)s->buffer[i] : s->counter);
         say(s, "%llx %llx\n", (unsigned long long)key.addr, (unsigned long long)key.rkey);
     }
+    be_patient(fileno(s->in), 0); /* the client's transfers are not seen here */
     expect(fscanf(s->in, " written%n", &(int){0}), 0);
     expect(fgetc(s->in), '\n');
     say(s, "%zu\n", wrong(s, o, 1));

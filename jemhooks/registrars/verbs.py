@@ -176,6 +176,7 @@ class Verbs(NativeRegistrar):
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def _joined(self, arena: Any) -> None:
+        super()._joined(arena)
         with self._changed:
             self._arenas.add(arena)
 
