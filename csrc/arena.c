@@ -67,15 +67,17 @@ static int check_config(const char *name, const jemhooks_config *c) {
 /* No region may take up more than an eighth of a budget, lest there be none to evict. 0 or an error, recorded. */
 static int fit_budgets(jemhooks_arena *a) {
     jh_space *s = &a->space;
-    for (unsigned i = 0; i < s->rails.account.budgets; i++) {
+    const jh_account *account = &s->rails.account;
+    size_t page = s->provider->page, least = s->provider->regions ? s->provider->largest : (s->growth + page - 1) / page * page;
+    for (unsigned i = 0; i < account->budgets; i++) {
         jemhooks_budget_info b = {.size = sizeof b};
-        jemhooks_budget_get(s->rails.account.budget[i], &b);
-        size_t least = s->provider->regions ? s->provider->largest : s->growth;
-        if (b.pin_limit < least || !b.max_regions)
+        jemhooks_budget_get(account->budget[i], &b);
+        unsigned times = jh_budget_times(account, account->budget[i]);
+        if (b.pin_limit / times < least || b.max_regions < times)
             return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': a budget of %llu bytes in %llu regions has no room for one "
-                           "region of %zu bytes; raise pin_limit or max_regions, or make regions smaller", a->name,
-                           (unsigned long long)b.pin_limit, (unsigned long long)b.max_regions, least);
-        size_t most = b.pin_limit / 8 / JH_SLOT * JH_SLOT;
+                           "region of %zu bytes on %u rails; raise pin_limit or max_regions, or make regions smaller", a->name,
+                           (unsigned long long)b.pin_limit, (unsigned long long)b.max_regions, least, times);
+        size_t most = b.pin_limit / times / 8 / JH_SLOT * JH_SLOT;
         if (most < s->growth) most = s->growth;
         if (most < s->region_max) s->region_max = most;
     }
@@ -114,7 +116,7 @@ static void reclaim(jh_account *account) {
 static void arena_free(jemhooks_arena *a) {
     for (unsigned i = 0; i < a->space.rails.count; i++) jemhooks_registrar_close(a->space.rails.registrar[i]);
     jemhooks_provider_close(a->space.provider);
-    if (a->space.rails.account.budgets) jemhooks_budget_close(a->space.rails.account.budget[0]);
+    for (unsigned i = 0; i < a->space.rails.account.budgets; i++) jemhooks_budget_close(a->space.rails.account.budget[i]);
     free(a);
 }
 
@@ -186,7 +188,7 @@ int jemhooks_arena_create(const jemhooks_config *config, jemhooks_arena **arena)
         goto fail;
     for (; s->rails.count < c.registrar_count; s->rails.count++) {
         jh_registrar_keep(s->rails.registrar[s->rails.count] = c.registrars[s->rails.count]);
-        account->budget[account->budgets++] = c.registrars[s->rails.count]->budget;
+        account->budget[account->budgets++] = jh_registrar_budget(c.registrars[s->rails.count]);
         if (c.registrars[s->rails.count]->ops.not_in_free) s->rails.prompt = false;
     }
     atomic_init(&s->rails.look, s->rails.prompt ? UINT64_MAX : 1);
@@ -217,6 +219,9 @@ int jemhooks_arena_destroy(jemhooks_arena *a) {
     int rc;
     if (!a) return 0;
     if ((rc = usable("jemhooks_arena_destroy", a))) return rc;
+    if (jh_inside_registrar())
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EDEADLK, "arena '%s': destroyed from inside a registrar, which may be at work on one "
+                       "of its regions; destroy it when the registrar's function has returned", a->name);
     size_t leases = jh_space_leases(&a->space);
     if (leases)
         return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': %zu leases are held; release them before destroying it", a->name,
@@ -229,7 +234,7 @@ int jemhooks_arena_destroy(jemhooks_arena *a) {
     rc = jh_space_close(&a->space);
     if (a->space.provider->ops->move_out) a->space.provider->ops->move_out(a->space.provider);
     arena_free(a);
-    return rc == -EBUSY || rc == -ECHILD ? -EIO : rc; /* those two mean that the arena is still there */
+    return rc == -EBUSY || rc == -ECHILD || rc == -EDEADLK ? -EIO : rc; /* those mean that the arena is still there */
 }
 
 void *jemhooks_arena_user(const jemhooks_arena *a) {

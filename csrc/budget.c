@@ -61,10 +61,14 @@ void jh_account_leave(jh_account *a) {
     pthread_mutex_unlock(&lock);
 }
 
+unsigned jh_budget_times(const jh_account *a, const jemhooks_budget *b) {
+    unsigned times = 0;
+    for (unsigned i = 0; i < a->budgets; i++) times += a->budget[i] == b;
+    return times;
+}
+
 static bool concerns(const jh_account *a, const jemhooks_budget *b) {
-    for (unsigned i = 0; i < a->budgets; i++)
-        if (a->budget[i] == b) return true;
-    return false;
+    return jh_budget_times(a, b);
 }
 
 /* ---- charges ----------------------------------------------------------------------------------------------------- */
@@ -83,7 +87,6 @@ static bool has_room(const jemhooks_budget *b, uint64_t bytes) {
 static void add(jemhooks_budget *b, uint64_t bytes) {
     b->bytes += bytes;
     b->regions++;
-    if (b->bytes > b->peak) b->peak = b->bytes;
 }
 
 static void take_away(jemhooks_budget *b, uint64_t bytes) {
@@ -101,7 +104,8 @@ jemhooks_budget *jh_budget_charge(jh_account *a, jh_pin *pin, uint64_t bytes, ui
         else full = a->budget[i--];
     }
     if (full) {
-        *turn = full->turn;
+        unsigned times = jh_budget_times(a, full);
+        *turn = bytes > full->pin_limit / times || times > full->max_regions ? JH_NEVER : full->turn;
         while (i-- > 0) take_away(a->budget[i], bytes);
     } else {
         atomic_store(&pin->unused_since, 0); /* hooks may be writing it */
@@ -111,6 +115,8 @@ jemhooks_budget *jh_budget_charge(jh_account *a, jh_pin *pin, uint64_t bytes, ui
         pin->next = a->pins;
         if (pin->next) pin->next->link = &pin->next;
         a->pins = pin;
+        for (i = 0; i < a->budgets; i++)
+            if (a->budget[i]->bytes > a->budget[i]->peak) a->budget[i]->peak = a->budget[i]->bytes;
         uint64_t now = atomic_fetch_add(&a->bytes, bytes) + bytes;
         if (now > a->peak) atomic_store(&a->peak, now);
     }

@@ -40,8 +40,11 @@ void jh_budget_suggest(jemhooks_budget *b, uint64_t pin_limit, uint64_t max_regi
 /* New limits, set by the owner. Nothing is evicted. */
 void jh_budget_limit(jemhooks_budget *b, uint64_t pin_limit, uint64_t max_regions);
 
+/* How often the budget is among the account's. */
+unsigned jh_budget_times(const jh_account *a, const jemhooks_budget *b);
 /* Charges every budget of the account for a registration of `bytes`, or none of them: then the first that is full, with
- * the state of its releases in *turn. NULL: charged. */
+ * the state of its releases in *turn, or JH_NEVER: it could not take as much if it were empty. NULL: charged. */
+#define JH_NEVER UINT64_MAX
 jemhooks_budget *jh_budget_charge(jh_account *a, jh_pin *pin, uint64_t bytes, uint64_t *turn);
 /* Its registration has ended; or it never will, and the memory stays pinned without an arena. */
 void jh_budget_discharge(jh_pin *pin);

@@ -10,7 +10,10 @@ bool jh_fault_named(const char *variable, const char *name);
 void jh_fault_wait(void);
 #define JH_FAULT(name) jh_fault_named("JEMHOOKS_FAULT", #name)
 #define JH_PAUSE(name) (jh_fault_named("JEMHOOKS_PAUSE", #name) ? jh_fault_wait() : (void)0)
+/* What must hold, whatever callers do. */
+#define JH_ASSERT(condition) ((condition) ? (void)0 : __builtin_trap())
 #else
+#define JH_ASSERT(condition) ((void)(condition))
 #define JH_FAULT(name) 0
 #define JH_PAUSE(name) ((void)0)
 #endif

@@ -66,7 +66,8 @@ int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *base, size_t l
 void jh_pages_fini(jh_pages *p) {
     if (p->committed_bits != p->inline_bits)
         munmap(p->committed_bits, 2 * ((p->count + WORD - 1) / WORD) * sizeof(uint64_t));
-    pthread_mutex_destroy(&p->lock);
+    int rc = pthread_mutex_destroy(&p->lock);
+    JH_ASSERT(!rc); /* EBUSY: someone still holds it */
 }
 
 void jh_pages_commit(jh_pages *p, size_t first, size_t n) {

@@ -50,12 +50,13 @@ static bool claim_anyway(jh_pin *pin) {
 }
 
 /* Ends the registration of a claimed region, and the claim. */
-static int finish(jh_registration *r) {
+static int finish(jh_registration *r, bool evicted) {
     JH_PAUSE(deregistering);
     int rc = jh_drop(r, 0);
     if (r->live) {
         jh_budget_stays(&r->pin);
     } else {
+        if (evicted) atomic_fetch_add(&r->rails->evictions, 1);
         atomic_fetch_add(&r->rails->deregistrations, 1);
         jh_budget_discharge(&r->pin);
     }
@@ -66,9 +67,7 @@ static int finish(jh_registration *r) {
 /* Deregisters a region of budget b, or (NULL) of account a, that has been picked: 0; 1: there is none; or an error, recorded. */
 static int evict(const jemhooks_budget *b, jh_account *a, uint64_t (*age)(const jh_pin *), bool (*claim)(jh_pin *)) {
     jh_pin *pin = jh_budget_pick(b, a, age, claim);
-    if (!pin) return 1;
-    atomic_fetch_add(&registration_of(pin)->rails->evictions, 1);
-    return finish(registration_of(pin));
+    return pin ? finish(registration_of(pin), true) : 1;
 }
 
 static int evict_from(const jemhooks_budget *b) {
@@ -96,10 +95,10 @@ static int admit(jh_registration *r) {
     jemhooks_budget *full;
     uint64_t turn;
     for (bool reclaimed = false; (full = jh_budget_charge(a, &r->pin, r->hot->length, &turn));) {
-        int rc = evict_from(full);
+        int rc = turn == JH_NEVER ? 1 : evict_from(full);
         if (rc < 0) return rc;
-        if (!rc || (!jh_inside_registrar() && jh_budget_wait(full, turn))) continue;
-        if (reclaimed) {
+        if (!rc || (turn != JH_NEVER && !jh_inside_registrar() && jh_budget_wait(full, turn))) continue;
+        if (reclaimed || turn == JH_NEVER) {
             char why[384];
             jh_budget_explain(full, why, sizeof why);
             return jh_fail(JEMHOOKS_ERROR_PIN_LIMIT, ENOBUFS, "arena '%s': no room to register %zu bytes: %s; free blocks or "
@@ -124,14 +123,13 @@ static bool make_room(jh_registration *r) {
     uint64_t freed = 0;
     for (int round = 0; round < 2 && !freed; round++) {
         for (unsigned i = 0; i < r->rails->count; i++) {
-            jemhooks_budget *b = r->rails->registrar[i]->budget;
+            jemhooks_budget *b = r->rails->account.budget[1 + i];
             if (round) jh_budget_reclaim(b);
             while (freed < r->hot->length) {
                 jh_pin *pin = jh_budget_pick(b, NULL, age_if_idle, claim_if_idle);
                 if (!pin) break;
                 uint64_t bytes = pin->bytes;
-                atomic_fetch_add(&registration_of(pin)->rails->evictions, 1);
-                if (finish(registration_of(pin))) return freed; /* it would be picked again */
+                if (finish(registration_of(pin), true)) return freed; /* it would be picked again */
                 freed += bytes;
             }
         }
@@ -185,7 +183,7 @@ int jh_deregister(jh_registration *r, enum jh_despite despite) {
         int state = jh_settled(r);
         if (state < 0) return state;
         if (state != JEMHOOKS_REGISTERED) return 1;
-        if (jh_budget_claim(&r->pin, claim[despite])) return finish(r);
+        if (jh_budget_claim(&r->pin, claim[despite])) return finish(r, false);
     } while (despite == JH_DESPITE_LEASES); /* another thread has just claimed it */
     return 1;
 }

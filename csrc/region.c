@@ -217,6 +217,9 @@ static void region_hide(jh_region *r) {
 static void region_close(jh_region *r) {
     void *base = (void *)r->registration.hot->base;
     size_t length = r->registration.hot->length;
+    /* Whoever ended its registration may have shown that already, and still hold this. */
+    pthread_mutex_lock(&r->registration.pages.lock);
+    pthread_mutex_unlock(&r->registration.pages.lock);
     region_hide(r);
     publish(r, JEMHOOKS_UNMAPPED, NULL, 0);
     jh_pages_fini(&r->registration.pages);

@@ -491,3 +491,27 @@ def test_finalisers_never_call_a_python_registrar() -> None:
     assert len(registrar.live) == 1, "not from the finaliser"
     jh.Arena().close()
     assert registrar.live == {}, "but from the next call"
+
+
+def test_an_arena_whose_last_block_dies_inside_a_registrar_ends_later() -> None:
+    """Another thread may be evicting from it, so it must not be destroyed there."""
+    with jh.Null() as null:
+        other = jh.Arena(null)
+        held = [other.block(100)]
+        jh.key(held[0])
+        other.close()
+
+        class Drops(jh.Registrar):
+            def register(self, addr: int, length: int, access: jh.Access) -> tuple[int, int, object]:
+                held.clear()
+                gc.collect()
+                assert null.stats().live == 1, "not while a registrar is at work"
+                return 1, 2, None
+
+            def deregister(self, handle: object) -> None:
+                pass
+
+        with jh.Arena(Drops()) as arena:
+            jh.key(arena.block(100))
+            arena.stats()
+            assert null.stats().live == 0, "but with the next call"

@@ -233,7 +233,7 @@ JEMHOOKS_API int jemhooks_registrar_open(const char *kind, const void *config, j
 JEMHOOKS_API int jemhooks_registrar_create(const jemhooks_registrar_ops *ops, void *self, jemhooks_registrar **registrar);
 /* Drops the caller's reference; it is closed when the last arena that uses it is gone. NULL is allowed. */
 JEMHOOKS_API void jemhooks_registrar_close(jemhooks_registrar *registrar);
-/* Its budget, as long as it is open. Until its owner sets limits they are those of the registrar itself (ops->limits). */
+/* Its budget, as long as it is open and gets no other one. Until its owner sets limits they are those of the registrar itself (ops->limits). */
 JEMHOOKS_API jemhooks_budget *jemhooks_registrar_budget(jemhooks_registrar *registrar);
 /* Another one, which may be shared with other registrars. -EBUSY: an arena uses the registrar already. */
 JEMHOOKS_API int jemhooks_registrar_set_budget(jemhooks_registrar *registrar, jemhooks_budget *budget);
@@ -336,7 +336,8 @@ typedef struct jemhooks_config {
 JEMHOOKS_API int jemhooks_arena_create(const jemhooks_config *config, jemhooks_arena **arena);
 /* -EBUSY, with nothing changed but emptied thread caches, while blocks are allocated or leases held. If a registrar
  * fails to deregister a region, that region stays mapped and registered for good (never a stale registration), the rest
- * is destroyed, and the registrar's error is returned (-EIO for its -EBUSY). NULL is allowed. */
+ * is destroyed, and the registrar's error is returned (-EIO for its -EBUSY). -EDEADLK, nothing done: called from inside a
+ * registrar. NULL is allowed. */
 JEMHOOKS_API int jemhooks_arena_destroy(jemhooks_arena *arena);
 /* The `user` of the arena's config; from any block by jemhooks_region_of(p)->arena. NULL for NULL. */
 JEMHOOKS_API void *jemhooks_arena_user(const jemhooks_arena *arena);

@@ -71,14 +71,13 @@ static void enqueue(jh_face *first, jh_face *last) {
 void jh_face_leave(jh_face *f) {
     int64_t users = atomic_fetch_sub(&f->users, 1);
     if ((users & (CLOSED | COUNT)) != (CLOSED | 1)) return;
-    if (f->deferred) enqueue(f, f);
-    else jh_face_finish(f);
+    if (f->deferred || jh_face_finish(f) == -EDEADLK) enqueue(f, f); /* the latter: in a finaliser, inside a registrar */
 }
 
 int jh_face_finish(jh_face *f) {
     int rc = jemhooks_arena_destroy(f->arena);
     if (!rc) keep_owner(f->owner, false);
-    if (rc != -EBUSY && rc != -ECHILD && atomic_fetch_or(&f->users, FINISHED) & RELEASED) free(f);
+    if (rc != -EBUSY && rc != -ECHILD && rc != -EDEADLK && atomic_fetch_or(&f->users, FINISHED) & RELEASED) free(f);
     return rc;
 }
 

@@ -1,17 +1,29 @@
 /* registrar.c - opens registrars: loadable modules from the folder "jemhooks" beside the library, or the caller's own.
  * A module is linked with its network's library, never with this one: were it, C++ libraries beneath it would bind
  * operator new to a privately loaded jemalloc. What it needs from here it gets as a jemhooks_host.
- * Concurrency: the reference count is atomic; modules stay loaded for good. */
+ * Concurrency: the reference count is atomic; a short lock guards which budget a registrar has; modules stay loaded for good. */
 #include "registrar.h"
 #include "../budget.h"
 #include "../error.h"
 #include "../fork.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+
+static pthread_mutex_t changing = PTHREAD_MUTEX_INITIALIZER; /* guards which budget a registrar has */
+
+static void in_child(void) {
+    pthread_mutex_init(&changing, NULL);
+}
+
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, in_child);
+}
 
 /* All that the first version had to have. */
 #define LEAST_OPS offsetof(jemhooks_registrar_ops, limits)
@@ -89,18 +101,32 @@ int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_regis
     return rc;
 }
 
+jemhooks_budget *jh_registrar_budget(jemhooks_registrar *r) {
+    pthread_mutex_lock(&changing);
+    jemhooks_budget *b = r->budget;
+    jemhooks_budget_keep(b);
+    pthread_mutex_unlock(&changing);
+    return b;
+}
+
 jemhooks_budget *jemhooks_registrar_budget(jemhooks_registrar *r) {
     return r ? r->budget : NULL;
 }
 
 int jemhooks_registrar_set_budget(jemhooks_registrar *r, jemhooks_budget *budget) {
     if (!r || !budget) return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_registrar_set_budget: NULL");
-    if (atomic_load(&r->references) != 1)
+    pthread_mutex_lock(&changing);
+    bool in_use = atomic_load(&r->references) != 1;
+    jemhooks_budget *old = r->budget;
+    if (!in_use) {
+        jemhooks_budget_keep(budget);
+        r->budget = budget;
+    }
+    pthread_mutex_unlock(&changing);
+    if (in_use)
         return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "registrar %s: an arena uses it; set its budget before making arenas",
                        r->ops.name);
-    jemhooks_budget_keep(budget);
-    jemhooks_budget_close(r->budget);
-    r->budget = budget;
+    jemhooks_budget_close(old);
     return 0;
 }
 

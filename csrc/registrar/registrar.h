@@ -15,5 +15,7 @@ struct jemhooks_registrar {
 };
 
 void jh_registrar_keep(jemhooks_registrar *r);
+/* A reference to its budget, which stays what it is while the registrar is kept. */
+jemhooks_budget *jh_registrar_budget(jemhooks_registrar *r);
 
 #endif

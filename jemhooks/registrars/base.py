@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _U64 = 2**64 - 1
+_changing = threading.Lock()  # guards which budget a native registrar has
 _alive: dict[int, Any] = {}  # what C registrars point to, until they are closed
 
 
@@ -142,7 +144,8 @@ class NativeRegistrar(Registrar):
         """The limits on all of its arenas together; until you set some, those that the registrar itself has."""
         if self.in_python:
             return super().budget
-        return Budget._of(lib.jemhooks_registrar_budget(self._open()))
+        with _changing:
+            return Budget._of(lib.jemhooks_registrar_budget(self._open()))
 
     def use_budget(self, budget: Budget) -> None:
         """Take another budget, which other registrars may have, too. Before arenas are made.
@@ -152,7 +155,8 @@ class NativeRegistrar(Registrar):
         if self.in_python:
             super().use_budget(budget)
         else:
-            check(lib.jemhooks_registrar_set_budget(self._open(), checked(budget)._pointer))
+            with _changing:
+                check(lib.jemhooks_registrar_set_budget(self._open(), checked(budget)._pointer))
 
     def close(self) -> None:
         """Refuse new arenas and calls; the registrar ends with the last arena that uses it. Idempotent."""

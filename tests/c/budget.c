@@ -4,6 +4,7 @@
  * Concurrency: `crowd` runs several threads on two arenas with one budget, which share atomics only.                 */
 #include "check.h"
 
+#include <sched.h>
 #include <time.h>
 
 #define REGION (2 * MIB)
@@ -136,6 +137,7 @@ static void shared(void) {
     expect_refused(q[2], "4194304 bytes"); /* b's own limit */
     MUST(jemhooks_get_key(p[0], &key));
     expect_refused(p[1], "4194304 by arena 'arena', 2097152 by arena 'arena'");
+    CHECK("shared", info_of(jemhooks_arena_budget(a)).peak == REGION, "what was refused was counted as a peak");
     MUST(jemhooks_free(q[0])); /* dirty */
     MUST(jemhooks_get_key(p[1], &key));
     CHECK("shared", !is_registered(q[0]), "an idle region of another arena stands in the way");
@@ -337,6 +339,7 @@ static void refused(void) {
           "an error that room does not cure was answered by evictions");
     MUST(jemhooks_null_fail(few, JEMHOOKS_NULL_DEREGISTER, 1, EIO));
     CHECK("retry", jemhooks_get_key(p[4], &key) == -ENOSPC, "with an eviction that fails there is no room");
+    CHECK("retry", stats_of(a).evictions == 1, "an eviction that failed was counted");
     MUST(jemhooks_get_key(p[4], &key));
     for (int i = 2; i < 5; i++) MUST(jemhooks_free(p[i]));
     arena_end(a);
@@ -422,10 +425,99 @@ static void crowd(void) {
     limit_registrar(JEMHOOKS_UNLIMITED, JEMHOOKS_UNLIMITED);
 }
 
+/* ---- what can never fit ------------------------------------------------------------------------------------------- */
+
+static void never(void) {
+    jemhooks_arena *a = limited(8 * REGION, JEMHOOKS_UNLIMITED);
+    jemhooks_key key;
+    char *p = region_block(a), *big = must_have(jemhooks_alloc(a, 9 * REGION), "block");
+    MUST(jemhooks_get_key(p, &key));
+    MUST(jemhooks_free(p));
+    expect_refused(big, "and 2097152 bytes in 1 regions are");
+    CHECK("never", is_registered(p) && !stats_of(a).evictions, "regions were evicted for one that is larger than the limit");
+    MUST(jemhooks_free(big));
+    arena_end(a);
+
+    jemhooks_config config = JEMHOOKS_CONFIG_INIT; /* one registrar on two rails, charged twice */
+    jemhooks_registrar *two[2] = {null, null};
+    config.registrars = two;
+    config.registrar_count = 2;
+    limit_registrar(2 * REGION - 1, JEMHOOKS_UNLIMITED);
+    CHECK("never", jemhooks_arena_create(&config, &a) == -EINVAL, "a budget that one region on two rails exceeds was taken");
+    limit_registrar(JEMHOOKS_UNLIMITED, 1);
+    CHECK("never", jemhooks_arena_create(&config, &a) == -EINVAL && strstr(jemhooks_last_error(), "on 2 rails"),
+          "one registration was enough for two rails");
+    limit_registrar(JEMHOOKS_UNLIMITED, JEMHOOKS_UNLIMITED);
+}
+
+/* ---- an arena that ends ------------------------------------------------------------------------------------------- */
+
+static jemhooks_arena *ending;
+static atomic_int refusals_inside;
+
+static void try_to_destroy(void *arg, int op, void *address, size_t length) {
+    (void)arg, (void)op, (void)address, (void)length;
+    if (jemhooks_arena_destroy(ending) == -EDEADLK) atomic_fetch_add(&refusals_inside, 1);
+}
+
+static void inside_a_registrar(void) {
+    jemhooks_null_config config = JEMHOOKS_NULL_CONFIG_INIT;
+    config.observer = try_to_destroy;
+    jemhooks_registrar *calls_back = null_open(&config);
+    ending = arena_on(NULL, &calls_back, 1);
+    jemhooks_key key;
+    char *p = must_have(jemhooks_alloc(ending, 100), "block");
+    MUST(jemhooks_get_key(p, &key));
+    MUST(jemhooks_free(p));
+    MUST(jemhooks_trim(ending, NULL));
+    CHECK("inside", atomic_load(&refusals_inside) == 2, "destroyed from inside its own registrar");
+    arena_end(ending);
+    jemhooks_registrar_close(calls_back);
+}
+
+static atomic_bool enough;
+
+static void *evict_others(void *arg) {
+    jemhooks_arena *a = arg;
+    jemhooks_key key;
+    while (!atomic_load(&enough)) {
+        char *p = region_block(a);
+        jemhooks_get_key(p, &key);
+        MUST(jemhooks_free(p));
+        MUST(jemhooks_trim(a, NULL));
+    }
+    return NULL;
+}
+
+/* While others evict from it. */
+static void while_evicted_from(void) {
+    limit_registrar(REGION, JEMHOOKS_UNLIMITED);
+    jemhooks_arena *a = limited(JEMHOOKS_UNLIMITED, JEMHOOKS_UNLIMITED);
+    pthread_t thread = start_thread(evict_others, a);
+    jemhooks_key key;
+    dice d = {1};
+    for (long round = 0; round < option("rounds", 3000); round++) {
+        jemhooks_arena *b = limited(JEMHOOKS_UNLIMITED, JEMHOOKS_UNLIMITED);
+        char *p = region_block(b);
+        CHECK("key", !jemhooks_get_key(p, &key) || jemhooks_last_error_kind() == JEMHOOKS_ERROR_PIN_LIMIT, "%s",
+              jemhooks_last_error());
+        MUST(jemhooks_free(p));
+        for (size_t yields = roll_below(&d, 20); yields; yields--) sched_yield();
+        arena_end(b);
+    }
+    atomic_store(&enough, true);
+    join_thread(thread);
+    arena_end(a);
+    CHECK("errors", !null_stats(null).errors && !null_stats(null).live, "the registrar is left with registrations or errors");
+    CHECK("limit", !info_of(jemhooks_registrar_budget(null)).registered, "ended arenas are still charged");
+    limit_registrar(JEMHOOKS_UNLIMITED, JEMHOOKS_UNLIMITED);
+}
+
 int main(int argc, char **argv) {
     static const test_case cases[] = {
         {"oldest_first", oldest_first}, {"leases", leases}, {"dirty_pages", dirty_pages}, {"shared", shared},
         {"bad_limits", bad_limits}, {"ttl", ttl}, {"hits", hits}, {"unleased", unleased}, {"refused", refused}, {"crowd", crowd},
+        {"never", never}, {"inside_a_registrar", inside_a_registrar}, {"while_evicted_from", while_evicted_from},
         {"set", set}, {NULL, NULL}};
     take_options(argc, argv);
     null = null_open(NULL);

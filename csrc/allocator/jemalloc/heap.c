@@ -153,11 +153,16 @@ static void *obtain(jh_heap *heap, size_t size, size_t alignment, int flags) {
     if (jh_jemalloc.bounds_growth || size + alignment <= heap->space->region_max / 2) return allocate(size, flags);
     size_t need = size + size / 4 + alignment + ((size_t)64 << 10); /* size class, alignment and cache-index padding */
     atomic_fetch_add(&heap->large, 1);
-    for (unsigned i = 0; i < heap->shards; i++) {
-        size_t bound = atomic_load(&heap->shard[i].bound);
-        while (bound < need && !atomic_compare_exchange_weak(&heap->shard[i].bound, &bound, need)) {}
+    void *p = NULL;
+    for (int tries = 0; !p && tries < 3; tries++) { /* another thread, done, may just be lowering the bounds */
+        bool raised = false;
+        for (unsigned i = 0; i < heap->shards; i++) {
+            size_t bound = atomic_load(&heap->shard[i].bound);
+            raised |= bound < need;
+            while (bound < need && !atomic_compare_exchange_weak(&heap->shard[i].bound, &bound, need)) {}
+        }
+        if (!tries || raised) p = allocate(size, flags);
     }
-    void *p = allocate(size, flags);
     if (atomic_fetch_sub(&heap->large, 1) == 1)
         for (unsigned i = 0; i < heap->shards; i++) atomic_store(&heap->shard[i].bound, heap->space->region_max);
     return p;
