@@ -16,7 +16,7 @@ typedef struct jh_rails {
     int evict;            /* enum jemhooks_evict                        */
     uint64_t idle_ttl;    /* ns that a region may be idle; UINT64_MAX: any time */
     bool prompt;          /* they go at once: idle_ttl is 0, and no registrar minds being called from a free */
-    atomic_ullong look;   /* jh_now() when it may pay to look for such regions again; 0: now, if prompt */
+    _Atomic uint64_t look; /* jh_now() when it may pay to look for such regions again; 0: now, if prompt */
     unsigned epoch;       /* jh_fork_epoch when the arena was made      */
     const char *name;     /* the arena's, for error texts               */
     atomic_ullong registrations, deregistrations, failures, hits, evictions, retries;
