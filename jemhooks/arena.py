@@ -81,7 +81,8 @@ class Arena(Arrays):
         encoded = ffi.new("char[]", text(name, "name"))
         self.name, self.provider, self.access = name, provider, access_flags(access)
         self.registrars = registrars_of(name, registrars)
-        self.policy = policy or ("lazy" if self.registrars else "none")
+        default = "lazy" if self.registrars else "none"
+        self.policy = default if policy is None else policy
         config = arena_config(
             name,
             encoded,
