@@ -48,7 +48,9 @@ class Budget:
         return self
 
     def set(self, pin_limit: SupportsIndex | str | None, max_regions: SupportsIndex | None = None) -> None:
-        """Put new limits in force. Idle regions beyond them are deregistered now, others stay until they are idle.
+        """Put new limits in force, both: what is not given is unlimited.
+
+        Idle regions beyond them are deregistered now, others stay until they are idle.
 
         :raises RegistrationError: a registrar failed to deregister; the limits are in force nevertheless.
         """
