@@ -291,8 +291,7 @@ int jemhooks_budget_get(jemhooks_budget *b, jemhooks_budget_info *info) {
     return 0;
 }
 
-/* The limits in words. */
-static int print_limits(const jemhooks_budget *b, char *text, size_t size) {
+int jh_budget_limits(const jemhooks_budget *b, char *text, size_t size) {
     if (b->pin_limit == JEMHOOKS_UNLIMITED)
         return snprintf(text, size, "at most %" PRIu64 " regions may be registered", b->max_regions);
     if (b->max_regions == JEMHOOKS_UNLIMITED)
@@ -305,7 +304,7 @@ void jh_budget_explain(jemhooks_budget *b, char *text, size_t size) {
     enum { MOST = 3 };
     uint64_t below = UINT64_MAX;
     pthread_mutex_lock(&lock);
-    int n = print_limits(b, text, size);
+    int n = jh_budget_limits(b, text, size);
     n += snprintf(text + n, size - (size_t)n, ", and %" PRIu64 " bytes in %" PRIu64 " regions are", b->bytes, b->regions);
     for (int i = 0; i < MOST && (size_t)n < size; i++) {
         const jh_account *most = NULL;

@@ -62,6 +62,8 @@ bool jh_budget_exceeded(jemhooks_budget *b);
 bool jh_budget_wait(jemhooks_budget *b, uint64_t turn);
 /* Has all arenas of the budget give their free memory up. */
 void jh_budget_reclaim(jemhooks_budget *b);
+/* The limits in words; returns as snprintf() does. */
+int jh_budget_limits(const jemhooks_budget *b, char *text, size_t size);
 /* The limits and who holds how much of them, the largest holders first. */
 void jh_budget_explain(jemhooks_budget *b, char *text, size_t size);
 

@@ -31,10 +31,6 @@ int jh_config_check(const char *name, const jemhooks_config *c) {
         c->region_max > MAX_REGION)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': regions from %zu to %zu bytes; both must be multiples of 2 MiB, "
                        "the first not above the second, the second at most 1 GiB", name, c->region_min, c->region_max);
-    if (c->pin_limit < c->region_min || !c->max_regions)
-        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': a budget of %llu bytes in %llu regions has no room for one "
-                       "region of %zu bytes; raise pin_limit or max_regions, or lower region_min", name,
-                       (unsigned long long)c->pin_limit, (unsigned long long)c->max_regions, c->region_min);
     if (c->idle_ttl_ms < JEMHOOKS_FOREVER || c->idle_ttl_ms > INT64_MAX / 1000000)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': idle_ttl of %lld ms; it is at least 0, or JEMHOOKS_FOREVER",
                        name, (long long)c->idle_ttl_ms);
@@ -55,10 +51,12 @@ static int fit_budgets(jh_space *s) {
         jemhooks_budget_info b = {.size = sizeof b};
         jemhooks_budget_get(account->budget[i], &b);
         unsigned times = jh_budget_times(account, account->budget[i]);
-        if (b.pin_limit / times < least || b.max_regions < times)
-            return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': a budget of %llu bytes in %llu regions has no room for one "
-                           "region of %zu bytes on %u rails; raise pin_limit or max_regions, or make regions smaller", s->rails.name,
-                           (unsigned long long)b.pin_limit, (unsigned long long)b.max_regions, least, times);
+        if (b.pin_limit / times < least || b.max_regions < times) {
+            char limits[128];
+            jh_budget_limits(account->budget[i], limits, sizeof limits);
+            return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': %s: that has no room for one region of %zu bytes on %u rails; "
+                           "raise pin_limit or max_regions, or make regions smaller", s->rails.name, limits, least, times);
+        }
         size_t most = b.pin_limit / times / 8 / JH_SLOT * JH_SLOT;
         if (most < s->growth) most = s->growth;
         if (most < s->region_max) s->region_max = most;
