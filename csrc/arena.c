@@ -5,6 +5,7 @@
 #include "allocator/allocator.h"
 #include "config_check.h"
 #include "error.h"
+#include "events.h"
 #include "fork.h"
 #include "pagemap.h"
 #include "registrar/registrar.h"
@@ -31,6 +32,7 @@ static void reclaim(jh_account *account) {
 }
 
 static void arena_free(jemhooks_arena *a) {
+    jh_events_forget(a);
     for (unsigned i = 0; i < a->space.rails.count; i++) jemhooks_registrar_close(a->space.rails.registrar[i]);
     jemhooks_provider_close(a->space.provider);
     for (unsigned i = 0; i < a->space.rails.account.budgets; i++) jemhooks_budget_close(a->space.rails.account.budget[i]);
@@ -156,6 +158,10 @@ int jemhooks_arena_destroy(jemhooks_arena *a) {
 
 void *jemhooks_arena_user(const jemhooks_arena *a) {
     return a ? a->user : NULL;
+}
+
+const char *jemhooks_arena_name(const jemhooks_arena *a) {
+    return a ? a->name : "";
 }
 
 jemhooks_budget *jemhooks_arena_budget(jemhooks_arena *a) {

@@ -7,6 +7,7 @@
  * evictions of others only while they are under way.                                                                */
 #include "policy.h"
 #include "error.h"
+#include "events.h"
 #include "fault.h"
 #include "registrar/registrar.h"
 
@@ -49,11 +50,17 @@ static bool claim_anyway(jh_pin *pin) {
     return jh_claim_to_deregister(registration_of(pin), JH_DESPITE_LEASES);
 }
 
+static void tell(const jh_registration *r, enum jemhooks_event_kind kind) {
+    jh_event(r->hot->arena, kind, r->hot->base, r->hot->length);
+}
+
 /* Ends the registration of a claimed region, and the claim. */
 static int finish(jh_registration *r, bool evicted) {
     JH_PAUSE(deregistering);
+    tell(r, JEMHOOKS_ON_DEREGISTER);
     int rc = jh_drop(r, 0);
     if (r->live) {
+        tell(r, JEMHOOKS_ON_REGISTER);
         jh_budget_stays(&r->pin);
     } else {
         if (evicted) atomic_fetch_add(&r->rails->evictions, 1);
@@ -170,6 +177,7 @@ int jh_register(jh_registration *r) {
         rc = take(r);
         if (!r->live) jh_budget_discharge(&r->pin);
         else if (!had) atomic_fetch_add(&r->rails->registrations, 1);
+        if (r->live && !had) tell(r, JEMHOOKS_ON_REGISTER);
         atomic_store(&r->pin.unused_since, jh_now());
     }
     jh_settle(r);

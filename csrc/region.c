@@ -6,6 +6,7 @@
  * space grows at its head only and is read without a lock. */
 #include "region.h"
 #include "error.h"
+#include "events.h"
 #include "fault.h"
 #include "fork.h"
 #include "pagemap.h"
@@ -184,6 +185,7 @@ static jh_region *region_open(jh_space *s, size_t length, size_t alignment) {
     while (!atomic_compare_exchange_weak(&s->regions, &r->next, r)) {}
     atomic_fetch_add(&s->region_count, 1);
     atomic_fetch_add(&s->mapped, length);
+    jh_event(s->arena, JEMHOOKS_ON_MAP, (uintptr_t)base, length);
     return r;
 
 not_entered:
@@ -217,6 +219,7 @@ static void region_hide(jh_region *r) {
 static void region_close(jh_region *r) {
     void *base = (void *)r->registration.hot->base;
     size_t length = r->registration.hot->length;
+    jh_event(r->space->arena, JEMHOOKS_ON_UNMAP, (uintptr_t)base, length);
     /* Whoever ended its registration may have shown that already, and still hold this. */
     pthread_mutex_lock(&r->registration.pages.lock);
     pthread_mutex_unlock(&r->registration.pages.lock);
@@ -426,6 +429,7 @@ void jh_region_commit(jh_region *r, void *address, size_t length) {
 void jh_region_decommit(jh_region *r, void *address, size_t length) {
     jh_pages *p = &r->registration.pages;
     size_t first = (size_t)((char *)address - p->base) / JH_PAGE, n = length / JH_PAGE;
+    if (!JH_FAULT(decommit_untold)) jh_event(r->space->arena, JEMHOOKS_ON_DECOMMIT, (uintptr_t)address, length);
     pthread_mutex_lock(&p->lock);
     jh_pages_decommit(p, first, n);
     unsigned state = jh_state(r->registration.hot);

@@ -9,6 +9,7 @@
  * registered region stays so, and a key may be read without any lock.                                                */
 #include "registration.h"
 #include "error.h"
+#include "events.h"
 #include "fault.h"
 #include "fork.h"
 #include "pagemap.h"
@@ -56,7 +57,7 @@ static void move(jh_registration *r, unsigned state, const jemhooks_mr *mr) {
 }
 
 bool jh_inside_registrar(void) {
-    return inside;
+    return inside || jh_inside_subscriber();
 }
 
 static bool claimed(unsigned state) {
@@ -66,9 +67,9 @@ static bool claimed(unsigned state) {
 int jh_settled(jh_registration *r) {
     unsigned state = jh_state(r->hot);
     if (!claimed(state)) return (int)state;
-    if (inside)
-        return jh_fail(JEMHOOKS_ERROR_REGISTRATION, EDEADLK, "arena '%s': a registrar asked for the region at %p, which it or "
-                       "another thread is working on; inside a registrar use only memory that is registered already",
+    if (jh_inside_registrar())
+        return jh_fail(JEMHOOKS_ERROR_REGISTRATION, EDEADLK, "arena '%s': a registrar or subscriber asked for the region at %p, which it or "
+                       "another thread is working on; inside one use only memory that is registered already",
                        r->rails->name, (void *)r->hot->base);
     pthread_mutex_lock(&claims);
     while (claimed(state = jh_state(r->hot))) pthread_cond_wait(&claim_ended, &claims);

@@ -62,7 +62,7 @@ int jh_drop(jh_registration *r, unsigned keep);
  * failed half-way, has populated. */
 void jh_settle(jh_registration *r);
 
-/* Is this thread in a registrar's function? */
+/* Is this thread in a registrar's or a subscriber's function? */
 bool jh_inside_registrar(void);
 
 #endif

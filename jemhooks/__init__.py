@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .arena import Arena
     from .block import Block
     from .budget import Budget
+    from .events import Event, EventKind, Events
     from .lookup import Key, Lease, Region, State, key, keys, lease, lkey, region, rkey
     from .providers import Anonymous, Fixed, Provider
     from .registrars.base import Registrar
@@ -46,6 +47,7 @@ _LAZY = {
     "Stats": "stats",
     "Block": "block",
     "Budget": "budget",
+    **dict.fromkeys(("Event", "EventKind", "Events"), "events"),
     **dict.fromkeys(("Anonymous", "Fixed", "Provider"), "providers"),
     **dict.fromkeys(("Key", "Lease", "Region", "State", "key", "keys", "lease", "lkey", "region", "rkey"), "lookup"),
     "Registrar": "registrars.base",
@@ -64,6 +66,9 @@ __all__ = [
     "Budget",
     "ClosedError",
     "ConfigError",
+    "Event",
+    "EventKind",
+    "Events",
     "Fabric",
     "Fixed",
     "ForkError",

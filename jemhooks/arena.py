@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
@@ -201,19 +201,21 @@ class Arena(Arrays):
         :param objects: blocks, contiguous arrays, buffers. :param rail: whose local keys.
         :raises NotOursError: one is not of this arena. :raises ConfigError: one is empty, or has 4 GiB or more.
         """
-        self._use()
-        try:
+        with self._using():
             return scatter_list(self._face, self.name, objects, rail)
-        finally:
-            lib.jh_face_leave(self._face)
 
     # ---- the arena as a whole ---------------------------------------------------------------------------------------
 
-    def _use(self) -> Any:
+    @contextmanager
+    def _using(self) -> Iterator[Any]:
+        """The C arena, which stays open meanwhile. :raises ClosedError:"""
         drain()
         if self._closed or lib.jh_face_enter(self._face, False):
             raise ClosedError(f"arena '{self.name}' is closed")
-        return lib.jh_face_arena(self._face)
+        try:
+            yield lib.jh_face_arena(self._face)
+        finally:
+            lib.jh_face_leave(self._face)
 
     def trim(self) -> int:
         """Return all free pages, deregister every idle unleased region; the bytes deregistered.
@@ -221,18 +223,14 @@ class Arena(Arrays):
         Idle is a region in which nothing is allocated; memory in other threads' caches counts as allocated.
         """
         released = ffi.new("size_t *")
-        arena = self._use()
-        try:
+        with self._using() as arena:
             check(lib.jemhooks_trim(arena, released))
-        finally:
-            lib.jh_face_leave(self._face)
         return int(released[0])
 
     def regions(self) -> npt.NDArray[Any]:
         """A table of the regions: base, length, committed, lkey, rkey, remote_base, generation, state, leases."""
-        arena = self._use()
-        try:
-            room, count = 0, ffi.new("size_t *")
+        room, count = 0, ffi.new("size_t *")
+        with self._using() as arena:
             while True:
                 table = np.zeros(room, REGION_DTYPE)
                 count[0] = room
@@ -241,26 +239,18 @@ class Arena(Arrays):
                 if count[0] <= room:
                     return table[: count[0]]
                 room = count[0] + 8
-        finally:
-            lib.jh_face_leave(self._face)
 
     def stats(self) -> Stats:
         """The arena's account; see :class:`Stats`."""
         native, blocks = ffi.new("jemhooks_stats *"), ffi.new("jh_face_stats *")
         native.size = ffi.sizeof("jemhooks_stats")
-        arena = self._use()
-        try:
+        with self._using() as arena:
             check(lib.jemhooks_get_stats(arena, native))
             lib.jh_face_get_stats(self._face, blocks)
-        finally:
-            lib.jh_face_leave(self._face)
         return stats_of(native, blocks)
 
     @property
     def budget(self) -> Budget:
         """The arena's own limits, and what is registered under them. :raises ClosedError:"""
-        arena = self._use()
-        try:
+        with self._using() as arena:
             return Budget._of(lib.jemhooks_arena_budget(arena))
-        finally:
-            lib.jh_face_leave(self._face)

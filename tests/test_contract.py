@@ -179,6 +179,12 @@ def test_budgets(run: Run, conf: str, pause: str) -> None:
 
 
 @retain
+@pytest.mark.parametrize("pause", ["", PAUSES])
+def test_events(run: Run, conf: str, pause: str) -> None:
+    passes(run("events", count("steps", 3000), count("rounds", 100), conf=conf, pause=pause))
+
+
+@retain
 def test_failures(run: Run, conf: str) -> None:
     passes(run("failing", conf=conf))
 
@@ -268,6 +274,8 @@ FAULTS = [
     fault("deregister_lost", "windows case=registering", "pinned"),
     # 12: what the host cannot touch is not touched
     fault("touch", "fixed case=zero_touch", "", dies_of=(signal.SIGSEGV,)),
+    # registration caches are told before pages go
+    fault("decommit_untold", "events case=complete", "untold"),
     # and no fork in the midst of growth
     fault("fork_in_growth", "forking case=growing forks=2000 alarm=5", "child", conf="retain:false"),
 ]

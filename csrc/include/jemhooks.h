@@ -181,6 +181,38 @@ JEMHOOKS_API void jemhooks_budget_close(jemhooks_budget *budget);
 JEMHOOKS_API int jemhooks_budget_set(jemhooks_budget *budget, uint64_t pin_limit, uint64_t max_regions);
 JEMHOOKS_API int jemhooks_budget_get(jemhooks_budget *budget, jemhooks_budget_info *info);
 
+/* ---- events ---------------------------------------------------------------------------------------------------- */
+
+/* What happens to regions. Release events (on_deregister, on_decommit, on_unmap) come before the registration or the pages go. */
+enum jemhooks_event_kind {
+    JEMHOOKS_ON_MAP = 1,        /* a region begins                                                                  */
+    JEMHOOKS_ON_REGISTER = 2,   /* it has been registered, or could not be deregistered and still is                */
+    JEMHOOKS_ON_DEREGISTER = 4, /* its registration is about to end; afterwards pages without blocks are given back */
+    JEMHOOKS_ON_DECOMMIT = 8,   /* the allocator gives a part of a region up: no block is in it, and its pages go now,
+                                   or when the region is deregistered                                               */
+    JEMHOOKS_ON_UNMAP = 16      /* it ends, with its arena                                                          */
+};
+#define JEMHOOKS_RELEASES (JEMHOOKS_ON_DEREGISTER | JEMHOOKS_ON_DECOMMIT | JEMHOOKS_ON_UNMAP)
+
+typedef struct jemhooks_event {
+    size_t size;           /* sizeof(jemhooks_event)      */
+    int kind;              /* enum jemhooks_event_kind    */
+    uint64_t base, length; /* the range                   */
+    jemhooks_arena *arena;
+} jemhooks_event;
+
+/* Called on the thread that causes the event, several at once. Told of on_map and on_decommit it runs inside the allocator: it
+ * must neither allocate, nor call this library, nor wait for anyone who does. Told of the others it may do both, but a key in
+ * a region that is in work fails with -EDEADLK, and so do destroying an arena and unsubscribing. */
+typedef void jemhooks_subscriber(void *self, const jemhooks_event *event);
+typedef struct jemhooks_subscription jemhooks_subscription;
+
+/* kinds: a sum of enum jemhooks_event_kind; arena NULL: of all arenas. A forked child has no subscriptions. */
+JEMHOOKS_API int jemhooks_subscribe(jemhooks_arena *arena, unsigned kinds, jemhooks_subscriber *tell, void *self,
+                                    jemhooks_subscription **subscription);
+/* When this returns 0, the function runs nowhere any more. NULL is allowed. */
+JEMHOOKS_API int jemhooks_unsubscribe(jemhooks_subscription *subscription);
+
 /* ---- registrars ------------------------------------------------------------------------------------------------ */
 
 enum jemhooks_access {
@@ -341,6 +373,8 @@ JEMHOOKS_API int jemhooks_arena_create(const jemhooks_config *config, jemhooks_a
 JEMHOOKS_API int jemhooks_arena_destroy(jemhooks_arena *arena);
 /* The `user` of the arena's config; from any block by jemhooks_region_of(p)->arena. NULL for NULL. */
 JEMHOOKS_API void *jemhooks_arena_user(const jemhooks_arena *arena);
+/* Its name; "" for NULL. Subscribers may ask, in hooks too. */
+JEMHOOKS_API const char *jemhooks_arena_name(const jemhooks_arena *arena);
 /* The arena's own budget, as long as the arena lives. */
 JEMHOOKS_API jemhooks_budget *jemhooks_arena_budget(jemhooks_arena *arena);
 

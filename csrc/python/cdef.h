@@ -119,6 +119,12 @@ int jh_face_region(uintptr_t address, jemhooks_region_info *info, uintptr_t *use
 typedef struct { uint64_t addr; uint32_t length, lkey; } jh_face_sge;
 int jh_face_sges(jh_face *face, unsigned rail, size_t n, const uint64_t *addresses, const uint64_t *lengths, jh_face_sge *sges,
                  size_t *done);
+typedef struct jh_queue jh_queue;
+typedef struct { uint64_t base, length; int kind; char arena[64]; } jh_queue_event;
+int jh_queue_open(jemhooks_arena *arena, unsigned kinds, size_t room, jh_queue **queue);
+int jh_queue_close(jh_queue *queue);
+size_t jh_queue_take(jh_queue *queue, jh_queue_event *out, size_t most);
+void jh_queue_get_state(jh_queue *queue, size_t *waiting, uint64_t *lost);
 int jh_bench_blocks(size_t size, size_t iterations, int rounds, double *ns);
 int jh_bench_lookups(size_t regions, size_t iterations, int rounds, double *ns, size_t *made);
 

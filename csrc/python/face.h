@@ -64,6 +64,20 @@ typedef struct jh_face_sge {
 int jh_face_sges(jh_face *face, unsigned rail, size_t n, const uint64_t *addresses, const uint64_t *lengths, jh_face_sge *sges,
                  size_t *done);
 
+/* queue.c: a bounded queue of events; in a forked child only good for jh_queue_close(). */
+typedef struct jh_queue jh_queue;
+typedef struct jh_queue_event {
+    uint64_t base, length;
+    int kind;
+    char arena[64]; /* its name */
+} jh_queue_event;
+/* Of one arena or (NULL) all; events that come while `room` others wait are lost, and counted. 0; -ENOMEM; or recorded. */
+int jh_queue_open(jemhooks_arena *arena, unsigned kinds, size_t room, jh_queue **queue);
+int jh_queue_close(jh_queue *queue);
+/* Up to `most` events, the oldest first; how many. */
+size_t jh_queue_take(jh_queue *queue, jh_queue_event *out, size_t most);
+void jh_queue_get_state(jh_queue *queue, size_t *waiting, uint64_t *lost);
+
 /* bench.c: medians over `rounds` rounds, in ns per operation. 0 or -errno. */
 /* ns[0..3]: allocate and free `size` bytes by jemhooks, by mallocx with an explicit tcache, by jemhooks_calloc, by malloc. */
 int jh_bench_blocks(size_t size, size_t iterations, int rounds, double *ns);
