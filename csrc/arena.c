@@ -8,6 +8,7 @@
 #include "events.h"
 #include "fork.h"
 #include "pagemap.h"
+#include "prepare.h"
 #include "registrar/registrar.h"
 
 #include <stdio.h>
@@ -19,7 +20,8 @@
 struct jemhooks_arena {
     jh_space space;
     jh_heap *heap;
-    void *user; /* the caller's */
+    void *user;        /* the caller's */
+    bool zero_on_free;
     char name[64];
 };
 
@@ -29,6 +31,12 @@ struct jemhooks_arena {
 static void reclaim(jh_account *account) {
     jemhooks_arena *a = (jemhooks_arena *)((char *)account - offsetof(jemhooks_arena, space.rails.account));
     jh_heap_purge(a->heap, true);
+}
+
+/* For the thread that prepares regions. */
+static void age(jh_space *space) {
+    jemhooks_arena *a = (jemhooks_arena *)((char *)space - offsetof(jemhooks_arena, space));
+    jh_heap_age(a->heap);
 }
 
 static void arena_free(jemhooks_arena *a) {
@@ -65,7 +73,9 @@ static int arena_open(jemhooks_arena *a, jemhooks_config *c) {
         c->region_max = s->region_max;
         if (!(rc = jh_space_map_whole(s)) && !(rc = jh_heap_create(s, c, &a->heap))) {
             jh_account_enter(&s->rails.account);
-            return 0;
+            if (!c->prepare || !(rc = jh_prepare_start(s, age))) return 0;
+            jh_account_leave(&s->rails.account);
+            jh_heap_destroy(a->heap);
         }
         jh_space_close(s);
     }
@@ -86,6 +96,12 @@ int jemhooks_arena_create(const jemhooks_config *config, jemhooks_arena **arena)
     jh_space *s = &a->space;
     s->arena = a;
     a->user = c.user;
+    a->zero_on_free = c.zero_on_free;
+    if (c.rotate_keys) {
+        c.idle_ttl_ms = 0;
+        if (c.dirty_decay_ms == JEMHOOKS_DECAY_DEFAULT) c.dirty_decay_ms = 0;
+        if (c.muzzy_decay_ms == JEMHOOKS_DECAY_DEFAULT) c.muzzy_decay_ms = 0;
+    }
     s->growth = c.region_min;
     s->region_max = c.region_max;
     s->rails.name = a->name;
@@ -145,11 +161,14 @@ int jemhooks_arena_destroy(jemhooks_arena *a) {
     if (leases)
         return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': %zu leases are held; release them before destroying it", a->name,
                        leases);
+    jh_prepare_pause(&a->space);
     jh_account_leave(&a->space.rails.account);
     if ((rc = jh_heap_destroy(a->heap))) {
         jh_account_enter(&a->space.rails.account);
+        jh_prepare_resume(&a->space);
         return rc;
     }
+    jh_prepare_end(&a->space);
     rc = jh_space_close(&a->space);
     if (a->space.provider->ops->move_out) a->space.provider->ops->move_out(a->space.provider);
     arena_free(a);
@@ -272,6 +291,7 @@ static jemhooks_arena *owner(const char *call, const void *p) {
 }
 
 static void give(jemhooks_arena *a, void *p) {
+    if (a->zero_on_free) memset(p, 0, jh_heap_usable(p));
     jh_heap_free(a->heap, p);
     if (jh_due(&a->space.rails)) jh_expire(&a->space.rails);
 }
@@ -317,6 +337,7 @@ void *jemhooks_realloc(jemhooks_arena *arena, void *p, size_t size) {
                        arena->name), NULL;
     if (size - 1 >= PTRDIFF_MAX) return bad_size(call, a, size), NULL;
     size_t have = jh_heap_usable(p);
+    if (a->zero_on_free && size < have) memset((char *)p + size, 0, have - size);
     if (jh_heap_resize(a->heap, p, size)) return p;
     if (!a->space.provider->host_accessible && size <= have) return p;
     if (!a->space.provider->host_accessible)

@@ -124,6 +124,14 @@ jemhooks_budget *jh_budget_charge(jh_account *a, jh_pin *pin, uint64_t bytes, ui
     return full;
 }
 
+bool jh_budget_has_room(const jh_account *a, uint64_t bytes) {
+    bool room = true;
+    pthread_mutex_lock(&lock);
+    for (unsigned i = 0; i < a->budgets && room; i++) room = has_room(a->budget[i], jh_budget_times(a, a->budget[i]) * bytes);
+    pthread_mutex_unlock(&lock);
+    return room;
+}
+
 static void unlink_pin(jh_pin *pin) {
     *pin->link = pin->next;
     if (pin->next) pin->next->link = pin->link;

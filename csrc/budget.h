@@ -13,8 +13,10 @@ typedef struct jh_pin {
     struct jh_account *account; /* NULL: not linked */
     uint64_t bytes;
     bool leaving;               /* someone is about to discharge it */
-    atomic_ullong unused_since; /* jh_now() when it last became idle, or the like */
+    atomic_ullong unused_since; /* jh_now() when it last became idle, or the like; JH_UNUSED_YET */
 } jh_pin;
+
+#define JH_UNUSED_YET UINT64_MAX /* registered ahead of its first use: the last to be evicted */
 
 /* An arena as its budgets see it. */
 typedef struct jh_account {
@@ -46,6 +48,8 @@ unsigned jh_budget_times(const jh_account *a, const jemhooks_budget *b);
  * the state of its releases in *turn, or JH_NEVER: it could not take as much if it were empty. NULL: charged. */
 #define JH_NEVER UINT64_MAX
 jemhooks_budget *jh_budget_charge(jh_account *a, jh_pin *pin, uint64_t bytes, uint64_t *turn);
+/* Is there room for a region of `bytes` in every budget of the account, with nothing evicted? */
+bool jh_budget_has_room(const jh_account *a, uint64_t bytes);
 /* Its registration has ended; or it never will, and the memory stays pinned without an arena. */
 void jh_budget_discharge(jh_pin *pin);
 void jh_budget_strand(jh_pin *pin);

@@ -37,6 +37,17 @@ int jh_config_check(const char *name, const jemhooks_config *c) {
     if (c->evict != JEMHOOKS_EVICT_IDLE && c->evict != JEMHOOKS_EVICT_UNLEASED)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': evict %d is not JEMHOOKS_EVICT_IDLE or _UNLEASED", name,
                        c->evict);
+    if (c->zero_on_free && c->provider && !c->provider->host_accessible)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EOPNOTSUPP, "arena '%s': zero_on_free over memory that the host cannot touch; clear it by "
+                       "device, or leave zero_on_free out", name);
+    if (c->prepare != JEMHOOKS_PREPARE_NOTHING && c->prepare != JEMHOOKS_PREPARE_AHEAD)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': prepare %d is not JEMHOOKS_PREPARE_NOTHING or _AHEAD", name,
+                       c->prepare);
+    for (unsigned i = 0; i < c->registrar_count && c->prepare; i++)
+        if (c->registrars[i]->ops.not_in_free)
+            return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': registrar %s runs only on the threads that call this library, "
+                           "not on one that prepares regions ahead; use another registrar, or prepare nothing", name,
+                           c->registrars[i]->ops.name);
     if (c->dirty_decay_ms < JEMHOOKS_DECAY_DEFAULT || c->muzzy_decay_ms < JEMHOOKS_DECAY_DEFAULT)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': decay times of %zd and %zd ms; 0 is at once, -1 never, "
                        "JEMHOOKS_DECAY_DEFAULT jemalloc's own", name, c->dirty_decay_ms, c->muzzy_decay_ms);

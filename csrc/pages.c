@@ -1,6 +1,7 @@
-/* pages.c - the account of a region's pages: two bitmaps, one bit for each 4 KiB.
+/* pages.c - the account of a region's pages: three bitmaps, one bit for each 4 KiB.
  * A successful decommit promises jemalloc zeroes, so a page that may hold old bytes is *stale* until it is either given
- * back to the kernel (and that succeeded) or cleared when it is committed again.
+ * back to the kernel (and that succeeded) or cleared when it is committed again. An extent that jemalloc gets without that
+ * promise has nothing to clear.
  * Concurrency: `lock` guards everything; `committed` is also read without it, as an atomic. */
 #include "pages.h"
 #include "fault.h"
@@ -52,20 +53,21 @@ int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *base, size_t l
     p->count = length / JH_PAGE;
     set_committed(p, 0);
     p->committed_bits = p->inline_bits;
-    p->inline_bits[0] = p->inline_bits[1] = 0;
+    memset(p->inline_bits, 0, sizeof p->inline_bits);
     if (words > 1) {
-        p->committed_bits = (uint64_t *)mmap(NULL, 2 * words * sizeof(uint64_t), PROT_READ | PROT_WRITE,
+        p->committed_bits = (uint64_t *)mmap(NULL, JH_BITMAPS * words * sizeof(uint64_t), PROT_READ | PROT_WRITE,
                                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (p->committed_bits == MAP_FAILED) return -ENOMEM;
     }
     p->stale_bits = p->committed_bits + words;
+    p->promised_bits = p->stale_bits + words;
     if (!provider->fresh_is_zero) change(p->stale_bits, 0, p->count, true);
     return -pthread_mutex_init(&p->lock, NULL);
 }
 
 void jh_pages_fini(jh_pages *p) {
     if (p->committed_bits != p->inline_bits)
-        munmap(p->committed_bits, 2 * ((p->count + WORD - 1) / WORD) * sizeof(uint64_t));
+        munmap(p->committed_bits, JH_BITMAPS * ((p->count + WORD - 1) / WORD) * sizeof(uint64_t));
     int rc = pthread_mutex_destroy(&p->lock);
     JH_ASSERT(!rc); /* EBUSY: someone still holds it */
 }
@@ -74,6 +76,12 @@ void jh_pages_commit(jh_pages *p, size_t first, size_t n) {
     size_t end = first + n;
     for (size_t a = first, b; (a = seek(p->stale_bits, a, end, true)) < end; a = b) {
         b = seek(p->stale_bits, a, end, false);
+        size_t kept = seek(p->promised_bits, a, b, true); /* nobody takes these for zero */
+        if (kept > a) {
+            b = kept;
+            continue;
+        }
+        b = seek(p->promised_bits, a, b, false);
         if (JH_FAULT(commit_keeps_stale)) continue;
         if (p->provider->host_accessible || JH_FAULT(touch)) {
             memset(p->base + a * JH_PAGE, 0, (b - a) * JH_PAGE);
@@ -90,6 +98,15 @@ bool jh_pages_all_committed(const jh_pages *p, size_t first, size_t n) {
 void jh_pages_decommit(jh_pages *p, size_t first, size_t n) {
     set_committed(p, p->committed - change(p->committed_bits, first, first + n, false));
     change(p->stale_bits, first, first + n, true);
+    change(p->promised_bits, first, first + n, true);
+}
+
+void jh_pages_promise(jh_pages *p, size_t first, size_t n, bool zero) {
+    change(p->promised_bits, first, first + n, zero);
+}
+
+bool jh_pages_any_stale(const jh_pages *p, size_t first, size_t n) {
+    return seek(p->stale_bits, first, first + n, true) < first + n;
 }
 
 void jh_pages_mark_uncommitted(jh_pages *p) {

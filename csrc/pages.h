@@ -6,6 +6,8 @@
 
 #include <pthread.h>
 
+enum { JH_BITMAPS = 3 };
+
 typedef struct jh_pages {
     pthread_mutex_t lock; /* short: its holder clears memory or calls madvise, no more; hooks take it */
     jemhooks_provider *provider;
@@ -13,8 +15,10 @@ typedef struct jh_pages {
     size_t count;         /* pages of 4 KiB                                           */
     size_t committed;     /* how many bits are set in committed_bits; may be read unlocked, atomically */
     uint64_t *committed_bits; /* jemalloc holds the page: in use, dirty or muzzy          */
-    uint64_t *stale_bits;     /* the page may hold old bytes and must be cleared at its next commit */
-    uint64_t inline_bits[2];  /* both bitmaps of a region of up to 64 pages                */
+    uint64_t *stale_bits;     /* the page may hold old bytes                               */
+    uint64_t *promised_bits;  /* jemalloc takes the uncommitted page for zero: if it is stale, it must be cleared at its
+                                 next commit                                               */
+    uint64_t inline_bits[JH_BITMAPS]; /* all bitmaps of a region of up to 64 pages                 */
 } jh_pages;
 
 /* Everything uncommitted; stale unless the provider's fresh pages are zero. 0 or -ENOMEM. Hooks may call it. */
@@ -22,12 +26,15 @@ int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *base, size_t l
 void jh_pages_fini(jh_pages *p);
 
 /* The rest needs `lock` held. Ranges are in pages from base. */
-/* jemalloc starts to use these pages: clears the stale ones of them. Counts by bits, not lengths: pages may be
+/* jemalloc starts to use these pages: clears those of them that are stale and were promised to be zero. Counts by bits, not lengths: pages may be
  * committed already. */
 void jh_pages_commit(jh_pages *p, size_t first, size_t n);
 /* jemalloc is done with these pages: their bytes are old now. */
 void jh_pages_decommit(jh_pages *p, size_t first, size_t n);
 bool jh_pages_all_committed(const jh_pages *p, size_t first, size_t n);
+/* Pages that jemalloc gets, and has not committed: does it take them for zero? */
+void jh_pages_promise(jh_pages *p, size_t first, size_t n, bool zero);
+bool jh_pages_any_stale(const jh_pages *p, size_t first, size_t n);
 /* A device may write to any page from now on: the uncommitted ones become stale. */
 void jh_pages_mark_uncommitted(jh_pages *p);
 /* Gives stale pages of the range back to the provider, or the whole region if nothing of it is committed (pinning or a

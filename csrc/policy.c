@@ -35,7 +35,7 @@ static uint64_t age_if_unleased(const jh_pin *pin) {
 
 static uint64_t age_if_expired(const jh_pin *pin) {
     uint64_t since = age_if_idle(pin);
-    return since && jh_now() - since >= registration_of(pin)->rails->idle_ttl ? since : 0;
+    return since && since != JH_UNUSED_YET && jh_now() - since >= registration_of(pin)->rails->idle_ttl ? since : 0;
 }
 
 static bool claim_if_idle(jh_pin *pin) {
@@ -182,6 +182,23 @@ int jh_register(jh_registration *r) {
     }
     jh_settle(r);
     if (rc) atomic_fetch_add(&r->rails->failures, 1);
+    return rc;
+}
+
+int jh_register_ahead(jh_registration *r) {
+    uint64_t turn;
+    int rc = jh_claim_to_register(r);
+    if (rc) return rc > 0 ? 0 : rc;
+    if (jh_budget_charge(&r->rails->account, &r->pin, r->hot->length, &turn)) {
+        rc = 1;
+    } else if ((rc = jh_take(r)) && !r->live) {
+        jh_budget_discharge(&r->pin);
+    } else {
+        atomic_fetch_add(&r->rails->registrations, 1);
+        atomic_store(&r->pin.unused_since, JH_UNUSED_YET);
+        tell(r, JEMHOOKS_ON_REGISTER);
+    }
+    jh_settle(r);
     return rc;
 }
 

@@ -7,6 +7,8 @@
 /* Registers the region unless it is, evicting others where a budget or the kernel demands it. The caller holds a live block
  * in it or a lease on it, or is alone with it. Records an error. */
 int jh_register(jh_registration *r);
+/* Registers a region that nobody uses yet, only if there is room for it: 0; 1: there is none; or an error, recorded. */
+int jh_register_ahead(jh_registration *r);
 /* Deregisters the region if it is registered and nothing that matters holds it there; gives its pages back. 0, or 1: it is
  * not; or the registrar's error, recorded, and the region is still registered. */
 int jh_deregister(jh_registration *r, enum jh_despite despite);

@@ -1,113 +1,33 @@
 /* region.c - the life of regions: mapped from a provider, carved into extents, committed and decommitted page by page,
  * unmapped whole when their arena ends and never before.
  * Concurrency: hooks run this on any thread, several at once, under jemalloc's locks. Three short locks, none held while
- * another is waited for but space.carve, whose holder may map a region: space.carve, pages.lock of one region, `pool`
- * (unused structs). Structs are never freed, so that a look-up may always read one; the list of a
- * space grows at its head only and is read without a lock. */
+ * another is waited for but space.carve, whose holder may map a region: space.carve, pages.lock of one region, `strands`.
+ * The list of a space grows at its head only and is read without a lock. */
 #include "region.h"
 #include "error.h"
 #include "events.h"
 #include "fault.h"
-#include "fork.h"
 #include "pagemap.h"
+#include "pool.h"
 #include "registrar/registrar.h"
 
 #include <string.h>
 #include <sys/mman.h>
 
-/* Structs come from slabs: first the public halves, 128 bytes each and close together, since look-ups read nothing else;
- * then the private halves in the same order. Either half is found from the other's address. */
-#define SLAB ((size_t)1 << 20)
-#define GAPS ((size_t)16 << 10) /* bytes of gap structs made at once */
-#define PER_SLAB (SLAB / (sizeof(jemhooks_region) + sizeof(jh_region)))
+static pthread_mutex_t strands = PTHREAD_MUTEX_INITIALIZER;
+static jh_region *stranded; /* ranges that are registered for good, with no arena any more; guarded by `strands` */
 
-typedef struct slab {
-    jemhooks_region hot[PER_SLAB];
-    jh_region region[PER_SLAB];
-} slab;
-
-static pthread_mutex_t pool = PTHREAD_MUTEX_INITIALIZER;
-static jh_region *unused;       /* returned ones                                               */
-static jh_region *stranded;     /* ranges that are registered for good, with no arena any more */
-static jh_gap *unused_gaps;
-static slab *newest;
-static size_t taken = PER_SLAB; /* of the newest slab                                          */
-
-/* Half-made lists of the parent's other threads are left behind; the parent's structs stay readable. */
 static void in_child(void) {
-    pthread_mutex_init(&pool, NULL);
-    unused = NULL;
-    unused_gaps = NULL;
-    taken = PER_SLAB;
+    pthread_mutex_init(&strands, NULL);
 }
 
 __attribute__((constructor)) static void watch_forks(void) {
     pthread_atfork(NULL, NULL, in_child);
 }
 
-static jh_region *region_of_hot(const jemhooks_region *hot) {
-    slab *s = (slab *)((uintptr_t)hot & ~(SLAB - 1));
-    return &s->region[hot - s->hot];
-}
-
 jh_region *jh_region_at(const void *address) {
     jemhooks_region *hot = jemhooks_region_of(address);
-    return hot ? region_of_hot(hot) : NULL;
-}
-
-static bool grow_pool(void) {
-    char *room = mmap(NULL, 2 * SLAB, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (room == MAP_FAILED) return false;
-    char *base = (char *)(((uintptr_t)room + SLAB - 1) & ~(SLAB - 1));
-    if (base > room) munmap(room, (size_t)(base - room));
-    munmap(base + SLAB, (size_t)(room + SLAB - base));
-    newest = (slab *)base;
-    taken = 0;
-    return true;
-}
-
-static jh_region *pool_take(void) {
-    jh_region *r = NULL;
-    pthread_mutex_lock(&pool);
-    if (unused) {
-        r = unused;
-        unused = r->next;
-    } else if (taken < PER_SLAB || grow_pool()) {
-        r = &newest->region[taken];
-        r->registration.hot = &newest->hot[taken++];
-    }
-    pthread_mutex_unlock(&pool);
-    return r;
-}
-
-static void pool_return(jh_region *r) {
-    pthread_mutex_lock(&pool);
-    r->next = unused;
-    unused = r;
-    pthread_mutex_unlock(&pool);
-}
-
-/* NULL: no memory for it. */
-static jh_gap *gap_take(void) {
-    pthread_mutex_lock(&pool);
-    if (!unused_gaps) {
-        jh_gap *more = (jh_gap *)mmap(NULL, GAPS, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        for (size_t i = 0; more != MAP_FAILED && i < GAPS / sizeof *more; i++) {
-            more[i].next = unused_gaps;
-            unused_gaps = &more[i];
-        }
-    }
-    jh_gap *g = unused_gaps;
-    if (g) unused_gaps = g->next;
-    pthread_mutex_unlock(&pool);
-    return g;
-}
-
-static void gap_return(jh_gap *g) {
-    pthread_mutex_lock(&pool);
-    g->next = unused_gaps;
-    unused_gaps = g;
-    pthread_mutex_unlock(&pool);
+    return hot ? jh_pool_region_of(hot) : NULL;
 }
 
 /* Shows the region to the world, or (length 0) takes it away. */
@@ -126,12 +46,12 @@ static void publish(jh_region *r, unsigned state, void *base, size_t length) {
 
 /* Does a stranded registration reach into [base, base + length)? */
 static bool is_stranded(const void *base, size_t length) {
-    pthread_mutex_lock(&pool);
+    pthread_mutex_lock(&strands);
     const jh_region *r = stranded;
     while (r && (r->registration.hot->base >= (uintptr_t)base + length ||
                  r->registration.hot->base + r->registration.hot->length <= (uintptr_t)base))
         r = r->next;
-    pthread_mutex_unlock(&pool);
+    pthread_mutex_unlock(&strands);
     return r;
 }
 
@@ -150,7 +70,7 @@ static int enter(jh_region *r, void *base, size_t length) {
     if (is_stranded(base, length)) return -EADDRINUSE;
     int rc = jh_pagemap_insert(r->registration.hot, &outer);
     if (rc) return rc;
-    r->outer = outer ? region_of_hot(outer) : NULL;
+    r->outer = outer ? jh_pool_region_of(outer) : NULL;
     if (!outer) return 0;
     if (!may_lie_in(r->outer, base, length) || length <= 2 * JH_PAGE) {
         jh_pagemap_remove(r->registration.hot, outer);
@@ -160,12 +80,12 @@ static int enter(jh_region *r, void *base, size_t length) {
     return 0;
 }
 
-/* Maps a region of at least `length` bytes; the caller holds space.carve or is alone. NULL with space.map_error. */
-static jh_region *region_open(jh_space *s, size_t length, size_t alignment) {
+/* Maps a region of at least `length` bytes; all of it is one gap, which nobody carves from yet. NULL with space.map_error. */
+static jh_gap *region_open(jh_space *s, size_t length, size_t alignment) {
     int err = ENOMEM;
-    jh_gap *gap = gap_take();
+    jh_gap *gap = jh_pool_take_gap();
     if (!gap) goto no_gap;
-    jh_region *r = pool_take();
+    jh_region *r = jh_pool_take_region();
     if (!r) goto no_struct;
     void *base = s->provider->ops->map(s->provider, &length, alignment);
     err = errno;
@@ -179,14 +99,13 @@ static jh_region *region_open(jh_space *s, size_t length, size_t alignment) {
     publish(r, JEMHOOKS_MAPPED, base, length);
     if ((err = -enter(r, base, length))) goto not_entered;
     size_t edge = r->outer ? JH_PAGE : 0; /* jemalloc finds the block around it by its first and last page: keep off them */
-    *gap = (jh_gap){s->gaps, r, edge, length - edge};
-    s->gaps = gap;
+    *gap = (jh_gap){NULL, r, edge, length - edge};
     r->next = atomic_load(&s->regions);
     while (!atomic_compare_exchange_weak(&s->regions, &r->next, r)) {}
     atomic_fetch_add(&s->region_count, 1);
     atomic_fetch_add(&s->mapped, length);
     jh_event(s->arena, JEMHOOKS_ON_MAP, (uintptr_t)base, length);
-    return r;
+    return gap;
 
 not_entered:
     publish(r, JEMHOOKS_UNMAPPED, NULL, 0);
@@ -194,12 +113,20 @@ not_entered:
 no_pages:
     s->provider->ops->unmap(s->provider, base, length);
 not_mapped:
-    pool_return(r);
+    jh_pool_return_region(r);
 no_struct:
-    gap_return(gap);
+    jh_pool_return_gap(gap);
 no_gap:
     atomic_store(&s->map_error, err);
     return NULL;
+}
+
+/* May be carved from, from now on. The caller holds space.carve, or is alone. */
+static bool offer(jh_space *s, jh_gap *gap) {
+    if (!gap) return false;
+    gap->next = s->gaps;
+    s->gaps = gap;
+    return true;
 }
 
 /* Takes the region out of the page map; the regions in its midst, if there still are any, now lie in its outer one. */
@@ -227,7 +154,7 @@ static void region_close(jh_region *r) {
     publish(r, JEMHOOKS_UNMAPPED, NULL, 0);
     jh_pages_fini(&r->registration.pages);
     r->space->provider->ops->unmap(r->space->provider, base, length);
-    pool_return(r);
+    jh_pool_return_region(r);
 }
 
 /* A region whose registration cannot be ended: a device may still write to it, so it stays mapped, with its registrars
@@ -241,17 +168,17 @@ static void strand(jh_region *r) {
     for (unsigned i = 0; i < s->rails.count; i++) jh_registrar_keep(s->rails.registrar[i]);
     r->registration.rails = NULL;
     r->space = NULL;
-    pthread_mutex_lock(&pool);
+    pthread_mutex_lock(&strands);
     r->next = stranded;
     stranded = r;
-    pthread_mutex_unlock(&pool);
+    pthread_mutex_unlock(&strands);
 }
 
 size_t jh_stranded_bytes(void) {
     size_t n = 0;
-    pthread_mutex_lock(&pool);
+    pthread_mutex_lock(&strands);
     for (const jh_region *r = stranded; r; r = r->next) n += r->registration.hot->length;
-    pthread_mutex_unlock(&pool);
+    pthread_mutex_unlock(&strands);
     return n;
 }
 
@@ -263,7 +190,7 @@ int jh_space_open(jh_space *s) {
 
 int jh_space_map_whole(jh_space *s) {
     size_t n = 0;
-    while (n < s->provider->regions && region_open(s, 0, JH_PAGE)) n++;
+    while (n < s->provider->regions && offer(s, region_open(s, 0, JH_PAGE))) n++;
     if (n == s->provider->regions) return 0;
     int err = atomic_load(&s->map_error);
     const char *why = err == EEXIST ? "it overlaps another region; it must lie outside of it, or in one live block of it and have "
@@ -291,7 +218,7 @@ int jh_space_close(jh_space *s) {
     while (s->gaps) {
         jh_gap *gap = s->gaps;
         s->gaps = gap->next;
-        gap_return(gap);
+        jh_pool_return_gap(gap);
     }
     pthread_mutex_destroy(&s->carve);
     return first;
@@ -330,18 +257,55 @@ size_t jh_space_committed(const jh_space *s) {
     return pages * JH_PAGE;
 }
 
+/* ---- for the thread that prepares regions ------------------------------------------------------------------------ */
+
+static size_t round_up(size_t n) {
+    return (n + JH_SLOT - 1) / JH_SLOT * JH_SLOT;
+}
+
+/* What the next extent may take: jemalloc's steps grow by a quarter at most. space.carve held. */
+static size_t next_extent(const jh_space *s) {
+    size_t next = round_up(s->last + s->last / 4);
+    return next < JH_SLOT ? JH_SLOT : next < s->region_max ? next : s->region_max;
+}
+
+static bool has_gap(const jh_space *s, size_t size) {
+    for (const jh_gap *g = s->gaps; g; g = g->next)
+        if (g->end - g->at >= size) return true;
+    return false;
+}
+
+size_t jh_space_wanted(jh_space *s) {
+    pthread_mutex_lock(&s->carve);
+    size_t next = next_extent(s), wanted = next > s->prepared ? 2 * next : 2 * s->prepared;
+    if (has_gap(s, next) || s->provider->regions) wanted = 0;
+    pthread_mutex_unlock(&s->carve);
+    return wanted < s->region_max ? wanted : s->region_max;
+}
+
+jh_gap *jh_space_map(jh_space *s, size_t length) {
+    jh_gap *gap = region_open(s, length, JH_SLOT);
+    if (gap) s->prepared = length;
+    return gap;
+}
+
+void jh_space_offer(jh_space *s, jh_gap *whole) {
+    pthread_mutex_lock(&s->carve);
+    offer(s, whole);
+    pthread_mutex_unlock(&s->carve);
+}
+
 /* ---- for hooks ------------------------------------------------------------------------------------------------- */
 
 /* A new region for an extent of `size` bytes. jemalloc's own growing steps are regions as they are. Smaller exact extents
  * come with opt.retain off, and on any jemalloc once a step was refused: they share regions, unless memory is short. */
-static jh_region *region_for(jh_space *s, size_t size, size_t alignment) {
+static bool grow(jh_space *s, size_t size, size_t alignment) {
     if (alignment < JH_SLOT) alignment = JH_SLOT;
-    if (size < s->growth) {
-        jh_region *r = region_open(s, s->growth, alignment);
-        if (r) s->growth = s->growth * 2 < s->region_max ? s->growth * 2 : s->region_max;
-        if (r) return r;
+    if (size < s->growth && offer(s, region_open(s, s->growth, alignment))) {
+        s->growth = s->growth * 2 < s->region_max ? s->growth * 2 : s->region_max;
+        return true;
     }
-    return region_open(s, size, alignment);
+    return offer(s, region_open(s, size, alignment));
 }
 
 /* Takes pages into use; pages.lock is taken here. */
@@ -356,9 +320,15 @@ static void commit_pages(jh_region *r, size_t first, size_t n) {
 /* Hands out [at, at + size) of r, which the caller has just carved. */
 static void *extent(jh_region *r, size_t at, size_t size, bool *zero, bool *commit) {
     jh_pages *pages = &r->registration.pages;
+    size_t first = at / JH_PAGE, n = size / JH_PAGE;
     if (JH_FAULT(commit_answered)) *commit = true;
-    if (*commit) commit_pages(r, at / JH_PAGE, size / JH_PAGE);
-    *zero = pages->provider->host_accessible; /* now, or when it is committed */
+    /* Not promised where peers may soon write, or have written: then it need not be kept, but where zeroes are asked for. */
+    bool may = pages->provider->host_accessible && r->registration.rails->policy != JEMHOOKS_EAGER;
+    pthread_mutex_lock(&pages->lock);
+    *zero = *zero || (may && !jh_pages_any_stale(pages, first, n));
+    jh_pages_promise(pages, first, n, *zero);
+    pthread_mutex_unlock(&pages->lock);
+    if (*commit) commit_pages(r, first, n);
     return pages->base + at;
 }
 
@@ -380,7 +350,7 @@ static jh_gap **best_gap(jh_space *s, size_t size, size_t alignment) {
 
 /* Takes [at, at + size) out of the gap linked there; what is before and after it stays. */
 static void take_from_gap(jh_gap **link, size_t at, size_t size) {
-    jh_gap *g = *link, *before = at > g->at ? gap_take() : NULL;
+    jh_gap *g = *link, *before = at > g->at ? jh_pool_take_gap() : NULL;
     if (before) {
         *before = (jh_gap){g->next, g->region, g->at, at};
         g->next = before;
@@ -388,7 +358,7 @@ static void take_from_gap(jh_gap **link, size_t at, size_t size) {
     g->at = at + size;
     if (g->at < g->end) return;
     *link = g->next;
-    gap_return(g);
+    jh_pool_return_gap(g);
 }
 
 void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, bool *commit) {
@@ -400,10 +370,12 @@ void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, boo
     size_t at = 0;
     pthread_mutex_lock(&s->carve);
     jh_gap **link = best_gap(s, size, alignment);
-    if (!link && region_for(s, size, alignment)) link = best_gap(s, size, alignment);
+    if (!link && grow(s, size, alignment)) link = best_gap(s, size, alignment);
     if (link && fits(*link, size, alignment, &at)) {
         r = (*link)->region;
         take_from_gap(link, at, size);
+        s->last = size < s->region_max ? size : s->region_max;
+        if (s->ahead && !has_gap(s, next_extent(s))) jh_prepare_wake(s->ahead);
     }
     pthread_mutex_unlock(&s->carve);
     return r ? extent(r, at, size, zero, commit) : NULL;

@@ -31,6 +31,9 @@ typedef struct jh_space {
     _Atomic(jh_region *) regions; /* grows at its head only, until the space is closed             */
     atomic_size_t region_count, mapped;
     atomic_int map_error;         /* errno of the last refusal, for the message                   */
+    struct jh_ahead *ahead;       /* the thread that prepares regions; NULL: none                 */
+    size_t last;                  /* bytes of the last extent, at most region_max                 */
+    size_t prepared;              /* of the region prepared last                                  */
 } jh_space;
 
 int jh_space_open(jh_space *s);
@@ -48,6 +51,15 @@ size_t jh_space_leases(const jh_space *s);
 size_t jh_space_committed(const jh_space *s);
 /* Bytes that stay mapped since their registration could not be ended. */
 size_t jh_stranded_bytes(void);
+
+/* For the thread that prepares regions: */
+/* How long a region would have to be, for there to be room for the next extent; 0: there is. */
+size_t jh_space_wanted(jh_space *s);
+/* Maps a region that nobody carves from until it is offered. NULL: refused. */
+jh_gap *jh_space_map(jh_space *s, size_t length);
+void jh_space_offer(jh_space *s, jh_gap *whole);
+/* Tells it that something may be wanted; in prepare.c. */
+void jh_prepare_wake(struct jh_ahead *ahead);
 
 /* For hooks. */
 /* A new extent of `size` bytes: a new region, or the rest of one. Committed if *commit, zero if *zero. NULL: refused. */

@@ -52,6 +52,12 @@ class Arena(Arrays):
         registered; 0: also when something is freed, if the registrars are native.
     :param evict: what a full budget may take: "idle" regions, or all "unleased" ones, with live blocks in them, too,
         for those who lease around every transfer.
+    :param prepare: "ahead": a thread of the arena maps, populates and registers the next region before it is needed, as
+        far as the budgets have room. Not with registrars written in Python.
+    :param zero_on_free: "eager" clears a block when it is freed, before peers with the key of its region read it;
+        "lazy" at its pages' next use.
+    :param rotate_keys: deregister regions as soon as they are idle: keys end with their data. ``idle_ttl`` is 0,
+        and so are the decay times, unless given.
     :param name: for error messages.
 
     Thread-safe. A closed arena lives on until its last block, array, lease and region is gone.
@@ -73,6 +79,9 @@ class Arena(Arrays):
         max_regions: SupportsIndex | None = None,
         idle_ttl: SupportsFloat | None = 10.0,
         evict: Literal["idle", "unleased"] = "idle",
+        prepare: Literal["nothing", "ahead"] = "nothing",
+        zero_on_free: Literal["lazy", "eager"] = "lazy",
+        rotate_keys: bool = False,
         name: str = "arena",
     ) -> None:
         self._closed = True  # until it is open
@@ -99,6 +108,9 @@ class Arena(Arrays):
             max_regions=max_regions,
             idle_ttl=idle_ttl,
             evict=evict,
+            prepare=prepare,
+            zero_on_free=zero_on_free,
+            rotate_keys=rotate_keys,
         )
         out = ffi.new("jh_face **")
         with ExitStack() as stack:

@@ -14,6 +14,8 @@ from .sizes import LIMIT, ranged, size
 
 _POLICIES = {"lazy": 0, "eager": 1, "none": 2}  # enum jemhooks_policy
 _EVICT = {"idle": 0, "unleased": 1}  # enum jemhooks_evict
+_ZERO_ON_FREE = {"lazy": 0, "eager": 1}
+_PREPARE = {"nothing": 0, "ahead": 1}  # enum jemhooks_prepare
 _DECAY_DEFAULT = -2  # JEMHOOKS_DECAY_DEFAULT
 _FOREVER = -1  # JEMHOOKS_FOREVER
 
@@ -69,6 +71,9 @@ def arena_config(
     max_regions: SupportsIndex | None,
     idle_ttl: SupportsFloat | None,
     evict: str,
+    prepare: str,
+    zero_on_free: str,
+    rotate_keys: bool,
 ) -> Any:
     """A jemhooks_config without its registrars. :raises ConfigError:
 
@@ -89,4 +94,7 @@ def arena_config(
     config.muzzy_decay_ms = _decay(muzzy_decay_ms, "muzzy_decay_ms")
     config.pin_limit, config.max_regions = pin_limit_of(pin_limit), max_regions_of(max_regions)
     config.idle_ttl_ms, config.evict = _ttl(idle_ttl), _one_of(name, "evict", evict, _EVICT)
+    config.prepare = _one_of(name, "prepare", prepare, _PREPARE)
+    config.zero_on_free = _one_of(name, "zero_on_free", zero_on_free, _ZERO_ON_FREE)
+    config.rotate_keys = bool(rotate_keys)
     return config

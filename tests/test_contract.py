@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "contract"
 SOAK = 10 if os.environ.get("JEMHOOKS_SOAK") == "1" else 1
 TIMEOUT = 180 * SOAK
-PAUSES = "give_back,registering,idle,deregistering,moving"
+PAUSES = "give_back,registering,idle,deregistering,moving,preparing"
 
 pytestmark = pytest.mark.contract
 uring = pytest.mark.uring
@@ -182,6 +182,12 @@ def test_budgets(run: Run, conf: str, pause: str) -> None:
 @pytest.mark.parametrize("pause", ["", PAUSES])
 def test_events(run: Run, conf: str, pause: str) -> None:
     passes(run("events", count("steps", 3000), count("rounds", 100), conf=conf, pause=pause))
+
+
+@retain
+@pytest.mark.parametrize("pause", ["", PAUSES])
+def test_ahead(run: Run, conf: str, pause: str) -> None:
+    passes(run("ahead", count("rounds", 100), conf=conf, pause=pause))
 
 
 @retain

@@ -20,6 +20,8 @@ void jh_heap_free(jh_heap *heap, void *p);
 size_t jh_heap_usable(const void *p);
 /* Gives every free page back to the space; with the calling thread's cache if `flush`. */
 void jh_heap_purge(jh_heap *heap, bool flush);
+/* Gives back what has been free for longer than the decay times say. */
+void jh_heap_age(jh_heap *heap);
 /* active, dirty, muzzy, abandoned, allocated */
 void jh_heap_stats(jh_heap *heap, jemhooks_stats *stats);
 

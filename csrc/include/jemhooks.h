@@ -333,6 +333,13 @@ enum jemhooks_evict {
                                 transfer. A key is then valid only under a lease                                    */
 };
 
+enum jemhooks_prepare {
+    JEMHOOKS_PREPARE_NOTHING = 0,
+    JEMHOOKS_PREPARE_AHEAD /* a thread of the arena maps, populates and registers the next region before it is needed, as far
+                              as its budgets have room, and deregisters those that are idle for too long. Not for registrars
+                              with not_in_free; it has all signals blocked */
+};
+
 #define JEMHOOKS_MAX_RAILS 4
 #define JEMHOOKS_DECAY_DEFAULT (-2)
 #define JEMHOOKS_FOREVER (-1)
@@ -359,11 +366,16 @@ typedef struct jemhooks_config {
     int64_t idle_ttl_ms;             /* how long idle regions stay registered: JEMHOOKS_FOREVER, or from 0 on. Looked at when
                                         something is registered, and for 0 also when something is freed or released */
     int evict;                       /* enum jemhooks_evict                                                        */
+    int prepare;                     /* enum jemhooks_prepare                                                      */
+    int zero_on_free;                /* 1: a block's bytes are cleared when it is freed, shrunk or moved, so that a peer with
+                                        the key of its region cannot read them. The host must be able to touch the memory */
+    int rotate_keys;                 /* 1: a region is deregistered as soon as it is idle, so that its keys end with its
+                                        data: idle_ttl_ms is 0, and decay times are, unless they are given          */
 } jemhooks_config;
 #define JEMHOOKS_CONFIG_INIT                                                                                         \
     {sizeof(jemhooks_config), NULL, NULL, NULL, 0, JEMHOOKS_REMOTE_READ | JEMHOOKS_REMOTE_WRITE, JEMHOOKS_LAZY, 1,  \
      (size_t)2 << 20, (size_t)64 << 20, JEMHOOKS_DECAY_DEFAULT, JEMHOOKS_DECAY_DEFAULT, NULL, JEMHOOKS_UNLIMITED,      \
-     JEMHOOKS_UNLIMITED, 10000, JEMHOOKS_EVICT_IDLE}
+     JEMHOOKS_UNLIMITED, 10000, JEMHOOKS_EVICT_IDLE, JEMHOOKS_PREPARE_NOTHING, 0, 0}
 
 JEMHOOKS_API int jemhooks_arena_create(const jemhooks_config *config, jemhooks_arena **arena);
 /* -EBUSY, with nothing changed but emptied thread caches, while blocks are allocated or leases held. If a registrar

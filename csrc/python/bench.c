@@ -194,3 +194,28 @@ int jh_bench_lookups(size_t regions, size_t iterations, int rounds, double *ns, 
     free(f.block), free(f.entry), free(f.address), free(f.key);
     return rc ? rc : end;
 }
+
+/* ---- the slowest of many fresh buffers --------------------------------------------------------------------------- */
+
+int jh_bench_tail(jemhooks_arena *arena, size_t size, size_t buffers, double *ns) {
+    enum { WINDOW = 256 }; /* so many live at a time */
+    void *window[WINDOW] = {NULL};
+    double *took = malloc(buffers * sizeof *took);
+    int rc = took ? 0 : -ENOMEM;
+    for (size_t i = 0; i < buffers && !rc; i++) {
+        jemhooks_free(window[i % WINDOW]);
+        double start = now();
+        window[i % WINDOW] = jemhooks_alloc(arena, size);
+        took[i] = now() - start;
+        if (!window[i % WINDOW]) rc = -errno;
+    }
+    for (int i = 0; i < WINDOW; i++) jemhooks_free(window[i]);
+    if (!rc) {
+        qsort(took, buffers, sizeof *took, ascending);
+        ns[0] = took[buffers / 2];
+        ns[1] = took[buffers - 1 - buffers / 1000];
+        ns[2] = took[buffers - 1];
+    }
+    free(took);
+    return rc;
+}

@@ -71,7 +71,7 @@ typedef struct {
     void *user;
     uint64_t pin_limit, max_regions;
     int64_t idle_ttl_ms;
-    int evict;
+    int evict, prepare, zero_on_free, rotate_keys;
 } jemhooks_config;
 jemhooks_budget *jemhooks_arena_budget(jemhooks_arena *arena);
 
@@ -126,6 +126,7 @@ int jh_queue_close(jh_queue *queue);
 size_t jh_queue_take(jh_queue *queue, jh_queue_event *out, size_t most);
 void jh_queue_get_state(jh_queue *queue, size_t *waiting, uint64_t *lost);
 int jh_bench_blocks(size_t size, size_t iterations, int rounds, double *ns);
+int jh_bench_tail(jemhooks_arena *arena, size_t size, size_t buffers, double *ns);
 int jh_bench_lookups(size_t regions, size_t iterations, int rounds, double *ns, size_t *made);
 
 /* registrars written in Python */

@@ -10,6 +10,7 @@
 
 static const char *const names[JH_CTL_COUNT] = {
     [JH_CTL_PURGE] = "arena.0.purge",
+    [JH_CTL_DECAY] = "arena.0.decay",
     [JH_CTL_DESTROY] = "arena.0.destroy",
     [JH_CTL_DIRTY_DECAY] = "arena.0.dirty_decay_ms",
     [JH_CTL_MUZZY_DECAY] = "arena.0.muzzy_decay_ms",

@@ -226,6 +226,10 @@ void jh_heap_purge(jh_heap *heap, bool flush) {
     for (unsigned i = 0; i < heap->shards; i++) jh_ctl_arena(JH_CTL_PURGE, heap->shard[i].index, NULL, NULL, NULL, 0);
 }
 
+void jh_heap_age(jh_heap *heap) {
+    for (unsigned i = 0; i < heap->shards; i++) jh_ctl_arena(JH_CTL_DECAY, heap->shard[i].index, NULL, NULL, NULL, 0);
+}
+
 void jh_heap_stats(jh_heap *heap, jemhooks_stats *stats) {
     size_t page = page_size();
     pthread_mutex_lock(&ends);

@@ -14,6 +14,7 @@
 /* Per-arena controls, looked up once by name. */
 enum jh_ctl {
     JH_CTL_PURGE,
+    JH_CTL_DECAY,
     JH_CTL_DESTROY,
     JH_CTL_DIRTY_DECAY,
     JH_CTL_MUZZY_DECAY,

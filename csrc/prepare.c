@@ -1,0 +1,174 @@
+/* prepare.c - a thread of an arena that maps, populates and registers the next region before it is needed, so that no
+ * allocation waits for that. It is woken by whoever carves an extent that leaves too little for the next one, and otherwise
+ * now and then, to end the registrations of regions that have been idle for too long.
+ * Concurrency: `work` is held while the thread works, and by whoever wants it not to; `ahead` in the space is set before
+ * the space is in use and cleared when it is not any more; `all` guards the list of those that must end before the process
+ * does. A forked child has no such thread.                                                                          */
+#include "prepare.h"
+#include "error.h"
+#include "fault.h"
+#include "pagemap.h"
+
+#include <semaphore.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
+#endif
+#define ONE_SECOND ((uint64_t)1000000000)
+
+struct jh_ahead {
+    struct jh_ahead *next, **link;
+    jh_space *space;
+    void (*age)(jh_space *s);
+    pthread_t thread;
+    pthread_mutex_t work;
+    sem_t wake;
+    uint64_t pause;  /* ns from one look at idle regions to the next: an eighth of idle_ttl, within reason */
+    atomic_bool ending;
+    bool joined;
+};
+
+static pthread_mutex_t all = PTHREAD_MUTEX_INITIALIZER;
+static struct jh_ahead *first;
+
+static void in_child(void) {
+    pthread_mutex_init(&all, NULL);
+    first = NULL;
+}
+
+__attribute__((constructor)) static void watch_forks(void) {
+    pthread_atfork(NULL, NULL, in_child);
+}
+
+/* In steps, since whoever maps memory meanwhile waits for the one under way. */
+static void populate(const jh_space *s, const jh_region *r) {
+    char *base = (char *)r->registration.hot->base;
+    for (size_t at = 0; s->provider->host_accessible && at < r->registration.hot->length; at += JH_SLOT)
+        if (madvise(base + at, JH_SLOT, MADV_POPULATE_WRITE)) return;
+}
+
+/* One region, if one is needed and every budget has room for it. Was it made ready? */
+static bool prepare(jh_space *s) {
+    size_t length = jh_space_wanted(s);
+    if (!length || (s->rails.policy != JEMHOOKS_NONE && !jh_budget_has_room(&s->rails.account, length))) return false;
+    jh_gap *gap = jh_space_map(s, length);
+    if (!gap) return false;
+    populate(s, gap->region);
+    JH_PAUSE(preparing);
+    bool ready = s->rails.policy == JEMHOOKS_NONE || !jh_register_ahead(&gap->region->registration);
+    jh_space_offer(s, gap); /* if it could not be registered, whoever uses it will be told why */
+    return ready;
+}
+
+static void wait_for_work(struct jh_ahead *a) {
+    struct timespec until;
+    clock_gettime(CLOCK_REALTIME, &until);
+    uint64_t ns = (uint64_t)until.tv_nsec + a->pause;
+    until.tv_sec += (time_t)(ns / ONE_SECOND);
+    until.tv_nsec = (long)(ns % ONE_SECOND);
+    sem_timedwait(&a->wake, &until);
+    while (!sem_trywait(&a->wake)) {} /* once is enough */
+}
+
+static void *run(void *arg) {
+    struct jh_ahead *a = arg;
+    while (!atomic_load(&a->ending)) {
+        pthread_mutex_lock(&a->work);
+        while (!atomic_load(&a->ending) && prepare(a->space)) {}
+        if (!atomic_load(&a->ending)) {
+            jh_expire(&a->space->rails);
+            a->age(a->space);
+        }
+        pthread_mutex_unlock(&a->work);
+        wait_for_work(a);
+    }
+    return NULL;
+}
+
+static void join(struct jh_ahead *a) {
+    atomic_store(&a->ending, true);
+    sem_post(&a->wake);
+    pthread_join(a->thread, NULL);
+    a->joined = true;
+}
+
+/* Before the destructors of what registrars use run. */
+static void end_all(void) {
+    pthread_mutex_lock(&all);
+    for (struct jh_ahead *a = first; a; a = a->next)
+        if (!a->joined) join(a);
+    pthread_mutex_unlock(&all);
+}
+
+/* It has all signals blocked: the program's handlers expect the program's threads. */
+static int start_thread(struct jh_ahead *a) {
+    sigset_t every, before;
+    sigfillset(&every);
+    pthread_sigmask(SIG_SETMASK, &every, &before);
+    int err = pthread_create(&a->thread, NULL, run, a);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!err) pthread_setname_np(a->thread, "jemhooks-ahead");
+    return err;
+}
+
+int jh_prepare_start(jh_space *s, void (*age)(jh_space *s)) {
+    static atomic_bool registered;
+    struct jh_ahead *a = calloc(1, sizeof *a);
+    if (!a) return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "arena '%s': no memory for its thread", s->rails.name);
+    a->space = s;
+    a->age = age;
+    a->pause = s->rails.idle_ttl / 8;
+    if (a->pause < ONE_SECOND / 10) a->pause = ONE_SECOND / 10;
+    if (a->pause > ONE_SECOND) a->pause = ONE_SECOND;
+    pthread_mutex_init(&a->work, NULL);
+    sem_init(&a->wake, 0, 0);
+    s->ahead = a;
+    pthread_mutex_lock(&all);
+    if (!atomic_exchange(&registered, true)) atexit(end_all);
+    int err = start_thread(a);
+    if (!err) {
+        a->next = first;
+        a->link = &first;
+        if (first) first->link = &a->next;
+        first = a;
+    }
+    pthread_mutex_unlock(&all);
+    if (!err) return 0;
+    s->ahead = NULL;
+    free(a);
+    return jh_fail(JEMHOOKS_ERROR_MEMORY, err, "arena '%s': no thread to prepare regions: %s; raise the limit on processes (ulimit "
+                   "-u), or do not prepare ahead", s->rails.name, strerror(err));
+}
+
+void jh_prepare_wake(struct jh_ahead *a) {
+    sem_post(&a->wake);
+}
+
+void jh_prepare_pause(jh_space *s) {
+    if (s->ahead) pthread_mutex_lock(&s->ahead->work);
+}
+
+void jh_prepare_resume(jh_space *s) {
+    if (s->ahead) pthread_mutex_unlock(&s->ahead->work);
+}
+
+void jh_prepare_end(jh_space *s) {
+    struct jh_ahead *a = s->ahead;
+    if (!a) return;
+    atomic_store(&a->ending, true); /* so that it does nothing when it goes on */
+    pthread_mutex_unlock(&a->work);
+    pthread_mutex_lock(&all);
+    if (!a->joined) join(a);
+    *a->link = a->next;
+    if (a->next) a->next->link = a->link;
+    pthread_mutex_unlock(&all);
+    s->ahead = NULL;
+    pthread_mutex_destroy(&a->work);
+    sem_destroy(&a->wake);
+    free(a);
+}
