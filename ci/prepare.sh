@@ -18,7 +18,7 @@ install_packages() {
     "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
 }
 
-build_packages=(gcc libc6-dev cmake ninja-build pkg-config libjemalloc-dev libfabric-dev libibverbs-dev liburing-dev)
+build_packages=(gcc libc6-dev cmake ninja-build pkg-config libjemalloc-dev libfabric-dev libibverbs-dev liburing-dev libucx-dev)
 
 prepare() {
     install_packages "${build_packages[@]}" "$@"

@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from .arena import Arena
     from .block import Block
     from .budget import Budget
-    from .events import Event, EventKind, Events
-    from .lookup import Key, Lease, Region, State, key, keys, lease, lkey, region, rkey
+    from .events import Event, EventKind, Events, notify_cache
+    from .leases import Lease, lease
+    from .lookup import Key, Region, State, key, keys, lkey, packed_key, region, rkey
     from .providers import Anonymous, Fixed, Provider
     from .registrars.base import Registrar
     from .registrars.fabric import Fabric, Transfer
     from .registrars.null import Null
+    from .registrars.ucx import Ucx
     from .registrars.uring import Uring
     from .registrars.verbs import Verbs
     from .stats import Stats
@@ -47,12 +49,14 @@ _LAZY = {
     "Stats": "stats",
     "Block": "block",
     "Budget": "budget",
-    **dict.fromkeys(("Event", "EventKind", "Events"), "events"),
+    **dict.fromkeys(("Event", "EventKind", "Events", "notify_cache"), "events"),
     **dict.fromkeys(("Anonymous", "Fixed", "Provider"), "providers"),
-    **dict.fromkeys(("Key", "Lease", "Region", "State", "key", "keys", "lease", "lkey", "region", "rkey"), "lookup"),
+    **dict.fromkeys(("Lease", "lease"), "leases"),
+    **dict.fromkeys(("Key", "Region", "State", "key", "keys", "lkey", "packed_key", "region", "rkey"), "lookup"),
     "Registrar": "registrars.base",
     **dict.fromkeys(("Fabric", "Transfer"), "registrars.fabric"),
     "Null": "registrars.null",
+    "Ucx": "registrars.ucx",
     "Uring": "registrars.uring",
     "Verbs": "registrars.verbs",
 }
@@ -88,6 +92,7 @@ __all__ = [
     "Stats",
     "Transfer",
     "TransferError",
+    "Ucx",
     "Uring",
     "Verbs",
     "__version__",
@@ -97,6 +102,8 @@ __all__ = [
     "keys",
     "lease",
     "lkey",
+    "notify_cache",
+    "packed_key",
     "region",
     "rkey",
 ]

@@ -76,7 +76,11 @@ def _try(open_registrar: Callable[[], Any]) -> str:
 
     with open_registrar() as registrar, Arena(registrar, region_max="2MiB") as arena:
         where = key(arena.block(1))
-        detail = {"fabric": lambda: f"{registrar.info().provider}, ", "verbs": lambda: f"{registrar.info().device}, "}
+        detail = {
+            "fabric": lambda: f"{registrar.info().provider}, ",
+            "verbs": lambda: f"{registrar.info().device}, ",
+            "ucx": lambda: f"UCX {registrar.info().version}, ",
+        }
         return f"{detail.get(registrar.name, str)()}registered a region (rkey {where.rkey:#x})"
 
 
@@ -84,6 +88,7 @@ def _registrars() -> Iterator[str]:
     try:
         from .registrars.fabric import Fabric
         from .registrars.null import Null
+        from .registrars.ucx import Ucx
         from .registrars.uring import Uring
         from .registrars.verbs import Verbs
     except LoadError:
@@ -93,6 +98,7 @@ def _registrars() -> Iterator[str]:
         "null": Null,
         "uring": lambda: Uring(slots=8),
         "fabric": Fabric,
+        "ucx": Ucx,
         "verbs": Verbs,
     }
     for name, open_registrar in kinds.items():

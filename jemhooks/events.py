@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
 from ._native import check, ffi, lib
 from .arena import Arena
 from .errors import AllocationError, ClosedError, ConfigError, ForkError
-from .sizes import ranged
+from .sizes import ranged, text
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -57,6 +57,19 @@ def _kinds(given: EventKind | str | Iterable[str]) -> int:
             known = ", ".join(name.lower() for name in EventKind.__members__)
             raise ConfigError(f"kinds: {word!r} is not one of {known}") from None
     return ranged(bits, "kinds", 1, 31)
+
+
+def notify_cache(kind: str) -> None:
+    """Have another library's registration caches told before pages of any arena go, so that none of them is stale.
+
+    As long as the process lives. Call it before that library makes its first context or domain, and again in a child.
+
+    :param kind: "ucx": UCX must be loaded already. "fabric": replaces libfabric's memory monitor in the whole process;
+        registrations of memory outside of arenas are then no longer cached.
+    :raises ConfigError: another kind, or the cache is switched off. :raises LoadError: the library is not there.
+    :raises ProviderError: too late, another monitor is in use.
+    """
+    check(lib.jemhooks_notify_cache(text(kind, "kind")))
 
 
 class Events:

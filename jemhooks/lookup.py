@@ -1,4 +1,4 @@
-"""What memory belongs to: keys, regions, leases. Memory is named by anything that :mod:`jemhooks.memory` takes."""
+"""What memory belongs to: keys and regions. Memory is named by anything that :mod:`jemhooks.memory` takes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import enum
 import errno
 import os
 import struct
-import warnings
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +14,13 @@ import numpy.typing as npt
 from ._native import check, error, ffi, lib
 from .arena import Arena
 from .errors import ClosedError, ConfigError, ForkError, NotOursError
-from .lifetime import by_address, drain
+from .lifetime import by_address
 from .memory import span
 from .registrars.base import Registrar
 from .sizes import ranged
 
 KEY_DTYPE = np.dtype([(n, "u8") for n in ("addr", "length", "lkey", "rkey", "generation")])
-_KEY = struct.Struct("5Q")
+KEY = struct.Struct("5Q")
 _TOO_LARGE = 2**64 - 2  # jh_face_packed_keys: a key of more than 32 bits; above: no key
 
 
@@ -51,7 +49,8 @@ class Key(NamedTuple):
     generation: int
 
 
-def _outside(address: int, nbytes: int, reach: int) -> ConfigError:
+def outside(address: int, nbytes: int, reach: int) -> ConfigError:
+    """What is wrong with memory that is longer than its region."""
     return ConfigError(
         f"{nbytes} bytes at {address:#x} reach beyond their region, which ends after {reach}; name one block at a time"
     )
@@ -72,12 +71,28 @@ def key(obj: Any, rail: int = 0) -> Key:
         rc = lib.jh_face_key(address, out)
     if rc:
         raise error(rc)
-    addr, reach, lkey_, rkey_, generation = _KEY.unpack(ffi.buffer(out))
+    addr, reach, lkey_, rkey_, generation = KEY.unpack(ffi.buffer(out))
     if nbytes is None:
         nbytes = reach
     elif nbytes > reach:
-        raise _outside(address, nbytes, reach)
+        raise outside(address, nbytes, reach)
     return Key(addr, nbytes, lkey_, rkey_, generation)
+
+
+def packed_key(obj: Any, rail: int = 0) -> bytes:
+    """The packed key of an object's memory, where a peer needs more than a number: UCX, libfabric with FI_MR_RAW.
+
+    Of the whole region. Empty where the registrar has none. Raises as :func:`key` does.
+    """
+    address, _ = span(obj)
+    out, length = ffi.new("void const **"), ffi.new("size_t *")
+    held = ffi.new("jemhooks_key *")
+    check(lib.jh_face_lease(address, held))  # the bytes live as long as the registration
+    try:
+        check(lib.jh_face_packed_key(address, ranged(rail, "rail", 0, 2**32 - 1), out, length))
+        return bytes(ffi.buffer(out[0], length[0])) if length[0] else b""
+    finally:
+        check(lib.jh_face_unlease(address))
 
 
 def _pair(obj: Any) -> tuple[int, int]:
@@ -186,62 +201,3 @@ def _look(address: int, info: Any, user: Any, owner: Any) -> None:
     while rc := lib.jh_face_region(address, info, user, owner):
         if rc != -errno.EAGAIN:
             raise NotOursError(f"region: address {address:#x} lies in no region of any arena")
-
-
-class Lease:
-    """A promise that a region stays registered; a context manager that gives the :class:`Key`.
-
-    It keeps the object and the arena. Thread-safe.
-    """
-
-    def __init__(self, address: int, key: Key, *kept: Any) -> None:
-        self.key, self._address, self._kept, self._pid = key, address, kept, os.getpid()
-
-    def _end(self) -> bool:
-        """Release, if nobody has; of several threads one does."""
-        kept = self.__dict__.pop("_kept", None)
-        if kept is None:
-            return False
-        check(lib.jh_face_unlease(self._address))
-        return True
-
-    def release(self) -> None:
-        """End the lease. :raises ClosedError: it has ended already."""
-        if not self._end():
-            raise ClosedError(f"the lease on {self._address:#x} has been released already; take a new one")
-
-    def __enter__(self) -> Key:
-        if "_kept" not in self.__dict__:
-            raise ClosedError(f"the lease on {self._address:#x} has been released already; take a new one")
-        return self.key
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
-
-    def __del__(self) -> None:
-        if "_kept" in self.__dict__ and self._pid == os.getpid():  # the parent's is not ours to end
-            try:
-                message = f"the lease on {self._address:#x} was not released; use it in a with statement"
-                warnings.warn(message, ResourceWarning, stacklevel=2, source=self)
-            finally:  # a filter may turn the warning into an exception
-                self._end()
-
-
-def lease(obj: Any) -> Lease:
-    """Keep an object's region registered, whatever happens, until the lease is released; registers where needed.
-
-    Raises as :func:`key` and :func:`region` do.
-    """
-    drain()
-    address, nbytes = span(obj)
-    home = region(address)  # first: it keeps the arena open
-    out = ffi.new("jemhooks_key *")
-    check(lib.jh_face_lease(address, out))
-    reached = Key(*_KEY.unpack(ffi.buffer(out)))
-    held = Lease(address, reached if nbytes is None else reached._replace(length=nbytes), obj, home)
-    if nbytes is not None and nbytes > reached.length:
-        held.release()
-        raise _outside(address, nbytes, reached.length)
-    return held

@@ -18,7 +18,7 @@ def test_all_is_well(python: Python) -> None:
     )
     lines = done.stdout.splitlines()
     assert not [line for line in lines if line.startswith("FAIL")], done.stdout
-    for name in ("loading", "jemalloc", "null", "uring", "fabric"):
+    for name in ("loading", "jemalloc", "null", "uring", "fabric", "ucx"):
         assert [line for line in lines if line.startswith(f"ok   {name} ")], f"{name} should be reported as working"
     assert "allocator=jemalloc fabric=on uring=on" in lines[0], "what was configured"
     assert "5." in next(line for line in lines if line.startswith("ok   jemalloc")), "the version of jemalloc"

@@ -321,7 +321,12 @@ def replace_bytes(path: Path, old: bytes, new: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "make", "library"), [("fabric", "jh.Fabric()", "libfabric.so.1"), ("uring", "jh.Uring()", "liburing.so.2")]
+    ("kind", "make", "library"),
+    [
+        ("fabric", "jh.Fabric()", "libfabric.so.1"),
+        ("uring", "jh.Uring()", "liburing.so.2"),
+        ("ucx", "jh.Ucx()", "libucp.so.0"),
+    ],
 )
 def test_library_of_a_registrar_is_missing(
     installed: tuple[str, Path], package: Path, python: Python, kind: str, make: str, library: str
@@ -434,14 +439,15 @@ def configure(source: Path, tmp_path: Path) -> Configure:
     return run
 
 
-ALL = {"jemalloc": None, "libfabric": None, "liburing": None, "libibverbs": None}
+ALL = {"jemalloc": None, "libfabric": None, "liburing": None, "libibverbs": None, "ucx": None}
 
 
 def test_configuration_is_reported(configure: Configure) -> None:
-    assert "allocator=jemalloc fabric=on uring=on verbs=on" in configure(pc=ALL, ok=True)
-    none = "allocator=jemalloc fabric=off uring=off verbs=off"
+    assert "allocator=jemalloc fabric=on uring=on ucx=on verbs=on" in configure(pc=ALL, ok=True)
+    none = "allocator=jemalloc fabric=off uring=off ucx=off verbs=off"
     assert none in configure(pc={"jemalloc": None}, ok=True), "auto: what is there"
-    off = configure("-DJEMHOOKS_FABRIC=off", "-DJEMHOOKS_URING=OFF", "-DJEMHOOKS_VERBS=Off", pc=ALL, ok=True)
+    options = ("-DJEMHOOKS_FABRIC=off", "-DJEMHOOKS_URING=OFF", "-DJEMHOOKS_VERBS=Off", "-DJEMHOOKS_UCX=off")
+    off = configure(*options, pc=ALL, ok=True)
     assert none in off, "off: although it is there"
 
 
@@ -472,6 +478,7 @@ def test_jemalloc_without_a_version_is_taken(configure: Configure) -> None:
         ("JEMHOOKS_FABRIC=on", {"jemalloc": None}, "libfabric-dev"),
         ("JEMHOOKS_URING=ON", {"jemalloc": None}, "liburing-dev"),
         ("JEMHOOKS_VERBS=on", {"jemalloc": None}, "libibverbs-dev"),
+        ("JEMHOOKS_UCX=on", {"jemalloc": None}, "libucx-dev"),
         ("JEMHOOKS_FABRIC=on", {"jemalloc": None, "libfabric": "1.11.0"}, "libfabric-dev"),
         ("JEMHOOKS_FABRIC=maybe", {"jemalloc": None}, "JEMHOOKS_FABRIC=maybe is not one of auto, on and off"),
         ("JEMHOOKS_ALLOCATOR=tcmalloc", {"jemalloc": None}, "the choices are: jemalloc"),
@@ -490,6 +497,7 @@ def test_built_without_registrars(
         "cmake.define.JEMHOOKS_FABRIC": "off",
         "cmake.define.JEMHOOKS_URING": "off",
         "cmake.define.JEMHOOKS_VERBS": "off",
+        "cmake.define.JEMHOOKS_UCX": "off",
         "build-dir": str(tmp_path / "b"),
     }
     wheel = build(builder, "wheel", source, tmp_path / "dist", **settings)
@@ -503,7 +511,7 @@ def test_built_without_registrars(
         import jemhooks as jh
         from jemhooks.doctor import doctor
         print(jh.build_config())
-        for make in (jh.Fabric, jh.Uring, jh.Verbs):
+        for make in (jh.Fabric, jh.Uring, jh.Ucx, jh.Verbs):
             try:
                 make()
             except jh.LoadError as e:
@@ -514,8 +522,8 @@ def test_built_without_registrars(
         """,
     )
     lines = out.splitlines()
-    assert lines[0] == "{'allocator': 'jemalloc', 'fabric': 'off', 'uring': 'off', 'verbs': 'off'}"
-    assert lines[1:5] == ["True True"] * 3 + ["24"], "LoadError with the remedy; the core works"
+    assert lines[0] == "{'allocator': 'jemalloc', 'fabric': 'off', 'uring': 'off', 'ucx': 'off', 'verbs': 'off'}"
+    assert lines[1:6] == ["True True"] * 4 + ["24"], "LoadError with the remedy; the core works"
     assert lines[-1] == "status 0", "what was left out on purpose is no failure"
 
 

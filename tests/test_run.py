@@ -83,7 +83,10 @@ def test_wrong_command_lines(python: Python, args: list[str], status: int, said:
 
 def test_version_and_help(python: Python, capsys: pytest.CaptureFixture[str]) -> None:
     done = jemhooks(python, "--version")
-    assert (done.returncode, done.stdout) == (0, "jemhooks 0.1.0 allocator=jemalloc fabric=on uring=on verbs=on\n")
+    assert (done.returncode, done.stdout) == (
+        0,
+        "jemhooks 0.1.0 allocator=jemalloc fabric=on uring=on ucx=on verbs=on\n",
+    )
     with pytest.raises(SystemExit) as e:
         cli.main(["run", "--help"])
     assert e.value.code == 0, "help is not an error"

@@ -213,6 +213,15 @@ JEMHOOKS_API int jemhooks_subscribe(jemhooks_arena *arena, unsigned kinds, jemho
 /* When this returns 0, the function runs nowhere any more. NULL is allowed. */
 JEMHOOKS_API int jemhooks_unsubscribe(jemhooks_subscription *subscription);
 
+/* From now on, as long as the process lives, the registration caches of "ucx" or "fabric" (libfabric) are told before pages of
+ * any arena go, so that they keep no stale registration of them. Call it before the library's first context or domain is made
+ * (for UCX, after it is loaded), and again in a forked child. Repeating it does nothing.
+ * fabric: replaces libfabric's own memory monitor for the whole process. Registrations of memory in arenas are then cached, of
+ * other memory not, which is slower, and safe.
+ * 0; -ELIBACC: the library is not there; -EBUSY: too late, another monitor is in use; -EINVAL: an unknown kind, or
+ * FI_MR_CACHE_MONITOR=disabled. */
+JEMHOOKS_API int jemhooks_notify_cache(const char *kind);
+
 /* ---- registrars ------------------------------------------------------------------------------------------------ */
 
 enum jemhooks_access {
@@ -258,7 +267,7 @@ typedef struct jemhooks_registrar_ops {
 
 typedef struct jemhooks_registrar jemhooks_registrar;
 
-/* Opens the loadable registrar `kind` ("null", "uring", "fabric", "verbs"); config is the struct of its own header
+/* Opens the loadable registrar `kind` ("null", "uring", "fabric", "ucx", "verbs"); config is the struct of its own header
  * (jemhooks_null.h, …) or NULL for defaults. -ENOENT: not built; -ELIBACC: its library cannot be loaded. */
 JEMHOOKS_API int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_registrar **registrar);
 /* A registrar of the caller's own. `ops` is copied, `ops->name` and `self` must outlive it. */
@@ -275,10 +284,11 @@ JEMHOOKS_API void *jemhooks_registrar_self(const jemhooks_registrar *registrar);
 JEMHOOKS_API const void *jemhooks_registrar_interface(const jemhooks_registrar *registrar, const char *kind);
 
 /* What a loadable module gets from the library, so that it need not link with it (and with jemalloc). */
-#define JEMHOOKS_MODULE_ABI 1
+#define JEMHOOKS_MODULE_ABI 2
 typedef struct jemhooks_host {
     unsigned abi;
     void (*set_error)(const char *format, ...) __attribute__((format(printf, 1, 2)));
+    jemhooks_region *(*find_region)(const void *p);
 } jemhooks_host;
 /* The one symbol a module exports: makes a registrar. 0 or -errno with host->set_error called. */
 typedef int jemhooks_module_open(const jemhooks_host *host, const void *config, const jemhooks_registrar_ops **ops,

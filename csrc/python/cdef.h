@@ -9,6 +9,7 @@ const char *jemhooks_version(void);
 const char *jemhooks_build_config(void);
 const char *jemhooks_allocator_version(void);
 size_t jemhooks_stranded_bytes(void);
+int jemhooks_notify_cache(const char *kind);
 void jemhooks_set_error(const char *format, ...);
 
 typedef struct { uint64_t addr, length, lkey, rkey, generation; } jemhooks_key;
@@ -113,6 +114,7 @@ void jh_face_get_stats(const jh_face *face, jh_face_stats *stats);
 int jh_face_key(uintptr_t address, jemhooks_key *key);
 int jh_face_rail_key(uintptr_t address, unsigned rail, jemhooks_key *key);
 uint64_t jh_face_packed_keys(uintptr_t address);
+int jh_face_packed_key(uintptr_t address, unsigned rail, const void **bytes, size_t *length);
 int jh_face_lease(uintptr_t address, jemhooks_key *key);
 int jh_face_unlease(uintptr_t address);
 int jh_face_region(uintptr_t address, jemhooks_region_info *info, uintptr_t *user, uintptr_t *arena);
@@ -161,6 +163,12 @@ typedef struct { size_t size; unsigned slots; } jemhooks_uring_config;
 typedef struct { int fd; uint32_t slot; uint64_t base, address, length, file_offset; } jemhooks_uring_transfer;
 int64_t jemhooks_uring_read(jemhooks_registrar *registrar, const jemhooks_uring_transfer *transfer);
 int64_t jemhooks_uring_write(jemhooks_registrar *registrar, const jemhooks_uring_transfer *transfer);
+
+/* ucx */
+typedef struct { size_t size; struct ucp_context *context; } jemhooks_ucx_config;
+typedef struct { size_t size; struct ucp_context *context; char version[32]; int32_t own, shared; } jemhooks_ucx_info;
+int jemhooks_ucx_get_info(jemhooks_registrar *registrar, jemhooks_ucx_info *info);
+int jemhooks_ucx_detach(jemhooks_registrar *registrar);
 
 /* verbs */
 typedef struct { size_t size; const char *device; ...; } jemhooks_verbs_config;

@@ -1,6 +1,7 @@
 #include "jemhooks.h"
 #include "jemhooks_fabric.h"
 #include "jemhooks_null.h"
+#include "jemhooks_ucx.h"
 #include "jemhooks_uring.h"
 #include "jemhooks_verbs.h"
 #include "face.h"

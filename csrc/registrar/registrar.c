@@ -1,19 +1,16 @@
-/* registrar.c - opens registrars: loadable modules from the folder "jemhooks" beside the library, or the caller's own.
- * A module is linked with its network's library, never with this one: were it, C++ libraries beneath it would bind
- * operator new to a privately loaded jemalloc. What it needs from here it gets as a jemhooks_host.
- * Concurrency: the reference count is atomic; a short lock guards which budget a registrar has; modules stay loaded for good. */
+/* registrar.c - opens registrars: loadable modules, or the caller's own.
+ * Concurrency: the reference count is atomic; a short lock guards which budget a registrar has. */
 #include "registrar.h"
 #include "../budget.h"
 #include "../error.h"
 #include "../fork.h"
+#include "../module_file.h"
 
-#include <dlfcn.h>
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 static pthread_mutex_t changing = PTHREAD_MUTEX_INITIALIZER; /* guards which budget a registrar has */
 
@@ -28,7 +25,7 @@ __attribute__((constructor)) static void watch_forks(void) {
 /* All that the first version had to have. */
 #define LEAST_OPS offsetof(jemhooks_registrar_ops, limits)
 
-static const jemhooks_host host = {JEMHOOKS_MODULE_ABI, jemhooks_set_error};
+static const jemhooks_host host = {JEMHOOKS_MODULE_ABI, jemhooks_set_error, jemhooks_find_region};
 
 int jemhooks_registrar_create(const jemhooks_registrar_ops *ops, void *self, jemhooks_registrar **registrar) {
     if (!ops || !registrar || ops->size < LEAST_OPS || !ops->name || !ops->register_memory || !ops->deregister_memory)
@@ -60,35 +57,17 @@ void jemhooks_registrar_close(jemhooks_registrar *r) {
     free(r);
 }
 
-/* "<folder of this library>/jemhooks/registrar_<kind>.so" */
-static int module_path(char *path, size_t size, const char *kind) {
-    Dl_info here;
-    if (!dladdr((const void *)&host, &here) || !here.dli_fname) return -ENOENT;
-    const char *slash = strrchr(here.dli_fname, '/');
-    int folder = slash ? (int)(slash - here.dli_fname) : 1;
-    int n = snprintf(path, size, "%.*s/jemhooks/registrar_%s.so", folder, slash ? here.dli_fname : ".", kind);
-    return n < 0 || (size_t)n >= size ? -ENAMETOOLONG : 0;
-}
-
 int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_registrar **registrar) {
     if (!kind || !registrar || !*kind || strspn(kind, "abcdefghijklmnopqrstuvwxyz") != strlen(kind))
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "registrar: '%s' is not a kind; kinds are lower-case words such as "
                        "null, uring and fabric", kind ? kind : "(NULL)");
-    char path[1024];
-    if (module_path(path, sizeof path, kind) || access(path, F_OK))
-        return jh_fail(JEMHOOKS_ERROR_LOAD, ENOENT, "registrar %s: this jemhooks was built without it (%s); install its "
-                       "development package and configure jemhooks again", kind, jemhooks_build_config());
-    void *module = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-    if (!module)
-        return jh_fail(JEMHOOKS_ERROR_LOAD, ELIBACC, "registrar %s: its module cannot be loaded: %s; install the library "
-                       "that it names", kind, dlerror());
+    char module[64];
+    snprintf(module, sizeof module, "registrar_%s", kind);
     jemhooks_module_open *open_module;
-    *(void **)&open_module = dlsym(module, JEMHOOKS_MODULE_SYMBOL);
+    *(void **)&open_module = jh_module_symbol(module, JEMHOOKS_MODULE_SYMBOL);
+    if (!open_module) return -errno;
     const jemhooks_registrar_ops *ops = NULL;
     void *self = NULL;
-    if (!open_module)
-        return jh_fail(JEMHOOKS_ERROR_LOAD, ELIBBAD, "registrar %s: %s is not a jemhooks module: it lacks the symbol "
-                       JEMHOOKS_MODULE_SYMBOL, kind, path);
     jh_detail_clear();
     int rc = open_module(&host, config, &ops, &self);
     if (rc) {

@@ -1,0 +1,35 @@
+/* module_file.c - loads modules from the folder "jemhooks" beside the library.
+ * A module is linked with its network's library, never with this one: were it, C++ libraries beneath it would bind
+ * operator new to a privately loaded jemalloc. What it needs from here it gets as a jemhooks_host.
+ * Concurrency: none of its own; modules stay loaded for good.                                                        */
+#include "module_file.h"
+#include "error.h"
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+static int module_path(char *path, size_t size, const char *name) {
+    Dl_info here;
+    if (!dladdr((const void *)jh_module_symbol, &here) || !here.dli_fname) return -ENOENT;
+    const char *slash = strrchr(here.dli_fname, '/');
+    int folder = slash ? (int)(slash - here.dli_fname) : 1;
+    int n = snprintf(path, size, "%.*s/jemhooks/%s.so", folder, slash ? here.dli_fname : ".", name);
+    return n < 0 || (size_t)n >= size ? -ENAMETOOLONG : 0;
+}
+
+void *jh_module_symbol(const char *name, const char *symbol) {
+    char path[1024];
+    if (module_path(path, sizeof path, name) || access(path, F_OK))
+        return jh_fail(JEMHOOKS_ERROR_LOAD, ENOENT, "%s: this jemhooks was built without it (%s); install its development package and "
+                       "configure jemhooks again", name, jemhooks_build_config()), NULL;
+    void *module = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+    if (!module)
+        return jh_fail(JEMHOOKS_ERROR_LOAD, ELIBACC, "%s: the module cannot be loaded: %s; install the library that it names", name,
+                       dlerror()), NULL;
+    void *found = dlsym(module, symbol);
+    if (!found)
+        jh_fail(JEMHOOKS_ERROR_LOAD, ELIBBAD, "%s: %s is not a jemhooks module: it lacks the symbol %s", name, path, symbol);
+    return found;
+}
