@@ -54,7 +54,7 @@ prepare_vm() {
         (cd build && apt-get download -qq python3-pyverbs && dpkg-deb -x python3-pyverbs_*.deb rdma-core)
         gunzip build/rdma-core/usr/share/doc/rdma-core/tests/*.gz
     fi
-    cmake -S csrc -B build/verbs -G Ninja -DJEMHOOKS_VERBS=on -DJEMHOOKS_TESTS=ON -DJEMHOOKS_FAULTS=ON >/dev/null
-    ninja -C build/verbs --quiet test_verbs registrar_verbs registrar_null >/dev/null
+    cmake -S csrc -B build/verbs -G Ninja -DJEMHOOKS_VERBS=on -DJEMHOOKS_FABRIC=on -DJEMHOOKS_TESTS=ON -DJEMHOOKS_FAULTS=ON >/dev/null
+    ninja -C build/verbs --quiet test_verbs test_fabric_cache registrar_verbs registrar_null adapter_fabric >/dev/null
     kernel=$(find /boot -name 'vmlinuz-*' | sort -V | tail -1)
 }

@@ -72,22 +72,24 @@ void jh_pages_fini(jh_pages *p) {
     JH_ASSERT(!rc); /* EBUSY: someone still holds it */
 }
 
+/* The first run of pages in [*a, end) that are stale and promised to be zero; *a and *b, or false. */
+static bool next_to_clear(const jh_pages *p, size_t *a, size_t *b, size_t end) {
+    while ((*a = seek(p->stale_bits, *a, end, true)) < end) {
+        *b = seek(p->stale_bits, *a, end, false);
+        *a = seek(p->promised_bits, *a, *b, true);
+        if (*a == *b) continue;
+        *b = seek(p->promised_bits, *a, *b, false);
+        return true;
+    }
+    return false;
+}
+
 void jh_pages_commit(jh_pages *p, size_t first, size_t n) {
     size_t end = first + n;
-    for (size_t a = first, b; (a = seek(p->stale_bits, a, end, true)) < end; a = b) {
-        b = seek(p->stale_bits, a, end, false);
-        size_t kept = seek(p->promised_bits, a, b, true); /* nobody takes these for zero */
-        if (kept > a) {
-            b = kept;
-            continue;
-        }
-        b = seek(p->promised_bits, a, b, false);
-        if (JH_FAULT(commit_keeps_stale)) continue;
-        if (p->provider->host_accessible || JH_FAULT(touch)) {
-            memset(p->base + a * JH_PAGE, 0, (b - a) * JH_PAGE);
-            change(p->stale_bits, a, b, false);
-        }
-    }
+    bool may = p->provider->host_accessible || JH_FAULT(touch);
+    for (size_t a = first, b; may && !JH_FAULT(commit_keeps_stale) && next_to_clear(p, &a, &b, end); a = b)
+        memset(p->base + a * JH_PAGE, 0, (b - a) * JH_PAGE);
+    if (!JH_FAULT(commit_stays_stale)) change(p->stale_bits, first, end, false); /* what they hold now is a block's */
     set_committed(p, p->committed + change(p->committed_bits, first, end, true));
 }
 

@@ -62,6 +62,7 @@ def run() -> Run:
         "-DJEMHOOKS_TESTS=ON",
         "-DJEMHOOKS_FAULTS=ON",
         "-DJEMHOOKS_FABRIC=off",
+        "-DJEMHOOKS_UCX=on",
         "-DCMAKE_BUILD_TYPE=RelWithDebInfo",
     ]
     build("cmake", "-S", ROOT / "csrc", "-B", BUILD, *generator, *options)
@@ -191,6 +192,18 @@ def test_ahead(run: Run, conf: str, pause: str) -> None:
 
 
 @retain
+@pytest.mark.parametrize("told", [1, 0])
+def test_ucx_keeps_nothing_stale(run: Run, conf: str, told: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Untold it does, which shows that the test can see it."""
+    monkeypatch.setenv("UCX_MEM_MMAP_HOOK_MODE", "none")
+    outcome = run("ucx_cache", f"told={told}", count("rounds", 300), conf=conf)
+    if told:
+        passes(outcome)
+    else:
+        assert outcome.reasons == {"stale"}, str(outcome)
+
+
+@retain
 def test_failures(run: Run, conf: str) -> None:
     passes(run("failing", conf=conf))
 
@@ -258,6 +271,7 @@ FAULTS = [
     # 4: a decommitted page reads as zero
     fault("commit_keeps_stale", f"contract case=random decay=0 {SMALL}", "zero"),
     fault("commit_keeps_stale", "fixed case=stale", "zero"),
+    fault("commit_stays_stale", "registration case=kept", "bytes"),
     fault("give_back_trusted", f"contract case=random decay=0 mlockall=1 {SMALL}", "zero"),
     fault("mark_skipped", "windows case=beyond", "zero"),
     fault("mark_skipped", "storm ops=30000", "zero"),

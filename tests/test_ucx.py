@@ -1,10 +1,9 @@
-"""UCX on loopback: memory handles, packed keys, contexts of our own and of others, and UCX's own registration cache."""
+"""UCX on loopback: memory handles, packed keys, contexts of our own and of others. Its caches: tests/c/ucx_cache.c."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import os
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -223,74 +222,6 @@ def test_fork(python: Python) -> None:
         """,
         variables={"UCX_TLS": "tcp,self"},
     )
-
-
-# ---- UCX's own registration cache ------------------------------------------------------------------------------------
-
-# An application that tells UCX itself of memory that goes, and UCX caches its registrations. A stale one is noticed by
-# UCX where it can check page frames; before 1.14 also by the handle, which is then the cached one.
-CACHE = (
-    CONTEXTS
-    + """
-    import sys
-    import jemhooks as jh
-    ucp = library("libucp.so.0")
-    ctypes.CDLL("libucm.so.0").ucm_set_external_event(1 << 17)  # UCM_EVENT_VM_UNMAPPED
-    context = ctypes.c_void_p(ucp_init(ucp, True))
-    if sys.argv[1] == "told":
-        jh.notify_cache("ucx")
-        jh.notify_cache("ucx")
-
-    def mem_map(address, length):
-        params = (ctypes.c_uint64 * 16)(3, address, length)  # ucp_mem_map_params_t: field_mask, address, length
-        memory = ctypes.c_void_p()
-        assert ucp.ucp_mem_map(context, params, ctypes.byref(memory)) == 0
-        return memory
-
-    anonymous = jh.Anonymous(thp=False)
-    with jh.Arena(provider=anonymous, dirty_decay_ms=0, muzzy_decay_ms=0) as arena:
-        def block():
-            b = arena.block(65536, alignment=4096)
-            ctypes.memset(b.address, 1, 65536)
-            return b
-        kept = block()  # so that the region is not idle: single pages go
-        b = block()
-        address = b.address
-        handles = [mem_map(address, 65536), mem_map(address, 65536)]  # a user who keeps them
-        cached = handles[0].value == handles[1].value
-        assert cached or sys.argv[2] == "frames", "UCX caches nothing, so nothing is tested"
-        del b
-        arena.trim()
-        hole = (ctypes.c_char * (1 << 20))()  # takes the page frames that have just been given back
-        ctypes.memset(hole, 1, len(hole))
-        b = block()
-        assert b.address == address, "the allocator chose another place, so nothing was tested"
-        handles.append(mem_map(address, 65536))
-        print("stale" if cached and handles[2].value == handles[0].value else "fresh")
-        for memory in handles:
-            assert ucp.ucp_mem_unmap(context, memory) == 0
-        del b, kept
-    """
-)
-
-
-@pytest.mark.parametrize("told", ["told", "untold"])
-def test_ucx_keeps_nothing_stale(python: Python, told: str) -> None:
-    """Untold it does, which shows that the test can see it."""
-    with jh.Ucx() as ucx:
-        old = tuple(map(int, ucx.info().version.split("."))) < (1, 14)
-    witness = "handles" if old else "frames"
-    assert old or os.geteuid() == 0, "only root sees page frames; run this test as root"
-    settings = {"UCX_MEM_MMAP_HOOK_MODE": "none", "UCX_TLS": "tcp,self", "UCX_RCACHE_ENABLE": "y"}
-    if not old:
-        settings["UCX_RCACHE_CHECK_PFN"] = "1"
-    done = python.run(CACHE, told, witness, variables=settings)
-    if told == "told":
-        assert (done.returncode, done.stdout) == (0, "fresh\n"), done.stdout + done.stderr
-    elif old:
-        assert (done.returncode, done.stdout) == (0, "stale\n"), done.stdout + done.stderr
-    else:
-        assert "pfn" in done.stderr, f"UCX did not notice its stale registration:\n{done.stdout}{done.stderr}"
 
 
 def test_notify_without_ucx(python: Python) -> None:

@@ -1,6 +1,7 @@
 /* ucx.c - the registrar "ucx": memory handles and packed remote keys of a UCP context, its own or the caller's.
  * Concurrency: `lock` guards the count of registrations and whether the context is still there, and is held around UCX's
  * calls where the context has no lock of its own.                                                                    */
+#include <dlfcn.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -178,12 +179,23 @@ static int ucx_detach(void *self) {
 
 /* ---- opening ----------------------------------------------------------------------------------------------------- */
 
+/* UCX takes them when it is loaded; whoever had them gets them back. */
+static void release_signals(void) {
+    static const int taken[] = {SIGILL, SIGBUS, SIGFPE, SIGSEGV};
+    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) {
+        struct sigaction now;
+        Dl_info whose;
+        if (!sigaction(taken[i], NULL, &now) && dladdr(*(void **)&now.sa_sigaction, &whose) && whose.dli_fname &&
+            strstr(whose.dli_fname, "/libucs."))
+            ucs_debug_disable_signal(taken[i]);
+    }
+}
+
 static int open_own(ucx_registrar *u) {
     ucp_params_t params = {.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_MT_WORKERS_SHARED | UCP_PARAM_FIELD_NAME,
                            .features = UCP_FEATURE_RMA, .mt_workers_shared = 1, .name = "jemhooks"};
     ucp_config_t *config;
-    static const int taken[] = {SIGILL, SIGBUS, SIGFPE, SIGSEGV}; /* by UCX, when it is loaded */
-    for (size_t i = 0; i < sizeof taken / sizeof *taken; i++) ucs_debug_disable_signal(taken[i]);
+    release_signals();
     ucs_status_t status = ucp_config_read(NULL, NULL, &config);
     if (status == UCS_OK) {
         ucp_config_modify(config, "RCACHE_ENABLE", "n"); /* a version without the option has no such cache */

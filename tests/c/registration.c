@@ -296,10 +296,62 @@ static void reentry(void) {
     jemhooks_registrar_close(null);
 }
 
+/* ---- what a block holds stays ------------------------------------------------------------------------------------ */
+
+/* Whatever becomes of registrations around it, a block keeps its bytes, zeroed at first or not, and a zeroed one is zero. */
+static void keep(int policy, int prepare) {
+    enum { BLOCKS = 48 };
+    static struct { char *p; size_t size; uint64_t tag; } block[BLOCKS];
+    jemhooks_registrar *null = null_open(NULL);
+    jemhooks_anonymous_config memory = JEMHOOKS_ANONYMOUS_CONFIG_INIT;
+    jemhooks_config config = JEMHOOKS_CONFIG_INIT;
+    memory.transparent_huge = 0;
+    MUST(jemhooks_provider_anonymous(&memory, &config.provider));
+    config.registrars = &null;
+    config.registrar_count = 1;
+    config.policy = policy;
+    config.prepare = prepare;
+    config.dirty_decay_ms = config.muzzy_decay_ms = 0;
+    jemhooks_arena *arena = arena_of(&config);
+    dice random = {(uint64_t)(2 * policy + prepare + 1)};
+    for (long step = 0; step < 10 * option("rounds", 300); step++) {
+        size_t i = roll_below(&random, BLOCKS);
+        if (!block[i].p) {
+            bool zero = roll_below(&random, 3) == 0;
+            block[i].size = 1 + roll_below(&random, roll_below(&random, 4) ? 20000 : 2000000);
+            block[i].p = must_have(zero ? jemhooks_calloc(arena, 1, block[i].size) : jemhooks_alloc(arena, block[i].size), "block");
+            if (zero) CHECK("zero", all_zero(block[i].p, block[i].size), "a zeroed block of %zu bytes is not zero", block[i].size);
+            fill(block[i].p, block[i].size, block[i].tag = (uint64_t)step + 1);
+            jemhooks_key key;
+            if (!roll_below(&random, 3)) MUST(jemhooks_get_key(block[i].p, &key));
+        } else {
+            CHECK("bytes", filled(block[i].p, block[i].size, block[i].size, block[i].tag), "a block of %zu bytes lost some", block[i].size);
+            MUST(jemhooks_free(block[i].p));
+            block[i].p = NULL;
+        }
+        if (!roll_below(&random, 20)) MUST(jemhooks_revoke(arena));
+        if (!roll_below(&random, 20)) MUST(jemhooks_trim(arena, NULL));
+    }
+    for (size_t i = 0; i < BLOCKS; i++) {
+        if (!block[i].p) continue;
+        CHECK("bytes", filled(block[i].p, block[i].size, block[i].size, block[i].tag), "a block of %zu bytes lost some", block[i].size);
+        MUST(jemhooks_free(block[i].p));
+        block[i].p = NULL;
+    }
+    arena_end(arena);
+    jemhooks_provider_close(config.provider);
+    jemhooks_registrar_close(null);
+}
+
+static void kept(void) {
+    for (int policy = JEMHOOKS_LAZY; policy <= JEMHOOKS_EAGER; policy++)
+        for (int prepare = 0; prepare < 2; prepare++) keep(policy, prepare);
+}
+
 int main(int argc, char **argv) {
     static const test_case cases[] = {{"once", once},     {"leases", leases},   {"lasting", lasting},
                                       {"leased", leased}, {"reentry", reentry}, {"revoked", revoked},
-                                      {"revoked_under_load", revoked_under_load}, {NULL, NULL}};
+                                      {"revoked_under_load", revoked_under_load}, {"kept", kept}, {NULL, NULL}};
     take_options(argc, argv);
     return run_cases(cases);
 }

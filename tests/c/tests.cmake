@@ -12,3 +12,11 @@ if(TARGET PkgConfig::VERBS) # runs in the guest of ci/vm
   add_executable(test_verbs ${CMAKE_CURRENT_LIST_DIR}/verbs.c)
   target_link_libraries(test_verbs PRIVATE test_check PkgConfig::VERBS)
 endif()
+if(TARGET PkgConfig::UCX)
+  add_executable(test_ucx_cache ${CMAKE_CURRENT_LIST_DIR}/ucx_cache.c)
+  target_link_libraries(test_ucx_cache PRIVATE test_check PkgConfig::UCX)
+endif()
+if(TARGET PkgConfig::FABRIC) # runs in the guest
+  add_executable(test_fabric_cache ${CMAKE_CURRENT_LIST_DIR}/fabric_cache.c)
+  target_link_libraries(test_fabric_cache PRIVATE test_check PkgConfig::FABRIC)
+endif()

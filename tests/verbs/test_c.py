@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).resolve().parents[2] / "build" / "verbs" / "test_verbs"
+BUILD = Path(__file__).resolve().parents[2] / "build" / "verbs"
 
 
-def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(*args: str, program: str = "test_verbs", **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(PROGRAM), *args],
+        [str(BUILD / program), *args],
         capture_output=True,
         text=True,
         timeout=3000,
@@ -41,3 +41,20 @@ def test_a_fault_is_noticed() -> None:
     done = run("case=storm", "transfers=3000", JEMHOOKS_FAULT="decommit_drops")
     assert done.returncode != 0, f"it went unnoticed: {done.stdout}"
     assert "VIOLATED stale" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("told", [1, 0])
+def test_libfabrics_cache_keeps_nothing_stale(told: int) -> None:
+    """Beside a monitor that does not see us it does, which shows that the test can see it."""
+    done = run("case=cached", f"told={told}", program="test_fabric_cache")
+    if told:
+        assert done.returncode == 0, done.stdout + done.stderr
+    else:
+        assert "VIOLATED stale" in done.stdout, done.stdout + done.stderr
+        assert "setup" not in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("case", ["foreign", "late", "disabled"])
+def test_libfabrics_cache_and_others(case: str) -> None:
+    done = run(f"case={case}", program="test_fabric_cache")
+    assert done.returncode == 0, done.stdout + done.stderr
