@@ -362,6 +362,16 @@ int jemhooks_trim(jemhooks_arena *arena, size_t *released) {
     return rc;
 }
 
+int jemhooks_wait_ready(jemhooks_arena *arena) {
+    int rc = usable("jemhooks_wait_ready", arena);
+    if (rc) return rc;
+    if (jh_inside_registrar())
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EDEADLK, "jemhooks_wait_ready: called from inside a registrar or subscriber, which arena "
+                       "'%s' may be waiting for", arena->name);
+    jh_prepare_wait(&arena->space);
+    return 0;
+}
+
 int jemhooks_revoke(jemhooks_arena *arena) {
     int rc = usable("jemhooks_revoke", arena);
     return rc ? rc : jh_space_revoke(&arena->space);

@@ -28,6 +28,9 @@ struct jh_ahead {
     pthread_t thread;
     pthread_mutex_t work;
     sem_t wake;
+    pthread_mutex_t turns;       /* guards the next three */
+    pthread_cond_t served_more;
+    uint64_t asked, served;      /* how often someone has asked for a round of work, and up to which time it was done */
     uint64_t pause;  /* ns from one look at idle regions to the next: an eighth of idle_ttl, within reason */
     atomic_bool ending;
     bool joined;
@@ -75,9 +78,19 @@ static void wait_for_work(struct jh_ahead *a) {
     while (!sem_trywait(&a->wake)) {} /* once is enough */
 }
 
+static void serve(struct jh_ahead *a, uint64_t asked) {
+    pthread_mutex_lock(&a->turns);
+    a->served = asked;
+    pthread_cond_broadcast(&a->served_more);
+    pthread_mutex_unlock(&a->turns);
+}
+
 static void *run(void *arg) {
     struct jh_ahead *a = arg;
     while (!atomic_load(&a->ending)) {
+        pthread_mutex_lock(&a->turns);
+        uint64_t asked = a->asked;
+        pthread_mutex_unlock(&a->turns);
         pthread_mutex_lock(&a->work);
         while (!atomic_load(&a->ending) && prepare(a->space)) {}
         if (!atomic_load(&a->ending)) {
@@ -85,8 +98,10 @@ static void *run(void *arg) {
             a->age(a->space);
         }
         pthread_mutex_unlock(&a->work);
+        serve(a, asked);
         wait_for_work(a);
     }
+    serve(a, UINT64_MAX);
     return NULL;
 }
 
@@ -126,6 +141,8 @@ int jh_prepare_start(jh_space *s, void (*age)(jh_space *s)) {
     if (a->pause < ONE_SECOND / 10) a->pause = ONE_SECOND / 10;
     if (a->pause > ONE_SECOND) a->pause = ONE_SECOND;
     pthread_mutex_init(&a->work, NULL);
+    pthread_mutex_init(&a->turns, NULL);
+    pthread_cond_init(&a->served_more, NULL);
     sem_init(&a->wake, 0, 0);
     s->ahead = a;
     pthread_mutex_lock(&all);
@@ -149,6 +166,16 @@ void jh_prepare_wake(struct jh_ahead *a) {
     sem_post(&a->wake);
 }
 
+void jh_prepare_wait(jh_space *s) {
+    struct jh_ahead *a = s->ahead;
+    if (!a) return;
+    pthread_mutex_lock(&a->turns);
+    uint64_t mine = ++a->asked;
+    jh_prepare_wake(a);
+    while (a->served < mine) pthread_cond_wait(&a->served_more, &a->turns);
+    pthread_mutex_unlock(&a->turns);
+}
+
 void jh_prepare_pause(jh_space *s) {
     if (s->ahead) pthread_mutex_lock(&s->ahead->work);
 }
@@ -169,6 +196,8 @@ void jh_prepare_end(jh_space *s) {
     pthread_mutex_unlock(&all);
     s->ahead = NULL;
     pthread_mutex_destroy(&a->work);
+    pthread_mutex_destroy(&a->turns);
+    pthread_cond_destroy(&a->served_more);
     sem_destroy(&a->wake);
     free(a);
 }

@@ -239,6 +239,11 @@ class Arena(Arrays):
             check(lib.jemhooks_trim(arena, released))
         return int(released[0])
 
+    def wait_ready(self) -> None:
+        """Return when what ``prepare="ahead"`` can make ready is ready; for warming up. At once where there is nothing."""
+        with self._using() as arena:
+            check(lib.jemhooks_wait_ready(arena))
+
     def regions(self) -> npt.NDArray[Any]:
         """A table of the regions: base, length, committed, lkey, rkey, remote_base, generation, state, leases."""
         room, count = 0, ffi.new("size_t *")

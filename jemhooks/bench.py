@@ -51,6 +51,7 @@ def _tails(rounds: int) -> None:
             for name, how in _TAILS.items():
                 ns = ffi.new("double[3]")
                 with Arena(registrar, **how) as arena, arena._using() as native:  # type: ignore[arg-type]
+                    arena.wait_ready()
                     check(lib.jh_bench_tail(native, _BUFFER, _BUFFERS, ns))
                     registrations = arena.stats().registrations
                 seen[name].append((*ns, registrations))

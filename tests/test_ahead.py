@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,9 +22,10 @@ def fresh(arena: jh.Arena) -> bool:
     return bool(((table["state"] == State.REGISTERED) & (table["committed"] == 0)).any())
 
 
-def test_a_region_is_ready_before_the_first_block(null: jh.Null, wait_until: Callable[..., bool]) -> None:
+def test_a_region_is_ready_before_the_first_block(null: jh.Null) -> None:
     with jh.Arena(null, policy="eager", prepare="ahead") as arena:
-        assert wait_until(lambda: fresh(arena)), "no region was made ready"
+        arena.wait_ready()
+        assert fresh(arena), "no region was made ready"
         before = null.stats().registers
         block = arena.block("1MiB")
         assert jh.region(block).state is State.REGISTERED
@@ -98,9 +98,10 @@ def test_registrars_in_python_are_refused() -> None:
         jh.Arena(Mine(), prepare="ahead")
 
 
-def test_pinned_ahead_within_the_budget(wait_until: Callable[..., bool]) -> None:
+def test_pinned_ahead_within_the_budget() -> None:
     with jh.Uring() as uring, jh.Arena(uring, policy="eager", prepare="ahead", pin_limit="16MiB") as arena:
-        assert wait_until(lambda: fresh(arena)), "no region was made ready"
+        arena.wait_ready()
+        assert fresh(arena), "no region was made ready"
         blocks: list[Any] = []
 
         def fill() -> None:

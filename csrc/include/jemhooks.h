@@ -420,6 +420,10 @@ JEMHOOKS_API size_t jemhooks_usable_size(const void *p);
  * pages back. *released (may be NULL): bytes deregistered. */
 JEMHOOKS_API int jemhooks_trim(jemhooks_arena *arena, size_t *released);
 
+/* Returns when what can be made ready ahead of use is ready; at once where nothing is prepared. For warming up. -EDEADLK: called
+ * from inside a registrar. */
+JEMHOOKS_API int jemhooks_wait_ready(jemhooks_arena *arena);
+
 /* Ends every registration of the arena now, on all its rails, live blocks and leases or not; the next key registers anew. For
  * a resource that is about to go, such as a protection domain. A transfer under way is not waited for, and a lease taken before
  * keeps nothing registered. The first error of a registrar is returned: its region is still registered. -EDEADLK: called from

@@ -89,6 +89,7 @@ typedef struct {
 int jemhooks_trim(jemhooks_arena *arena, size_t *released);
 int jemhooks_regions(jemhooks_arena *arena, jemhooks_region_info *info, size_t *count);
 int jemhooks_get_stats(jemhooks_arena *arena, jemhooks_stats *stats);
+int jemhooks_wait_ready(jemhooks_arena *arena);
 int jemhooks_revoke(jemhooks_arena *arena);
 int jemhooks_get_keys(size_t n, const uint64_t *addresses, jemhooks_key *keys, size_t *done);
 

@@ -27,13 +27,6 @@ static jemhooks_config config_with(jemhooks_registrar *const *registrar, int pol
     return c;
 }
 
-/* Waits, half a minute at most, for what the arena's thread does. */
-static bool comes_true(bool (*condition)(jemhooks_arena *), jemhooks_arena *arena) {
-    for (time_t end = time(NULL) + 30; time(NULL) < end; sched_yield())
-        if (condition(arena)) return true;
-    return false;
-}
-
 /* Is there a region that nothing was carved from yet, registered? */
 static bool ready(jemhooks_arena *arena) {
     size_t count, fresh = 0;
@@ -43,30 +36,8 @@ static bool ready(jemhooks_arena *arena) {
     return fresh;
 }
 
-static bool begins(const char *file, const char *thread, const char *text) {
-    char path[64], line[512] = "";
-    snprintf(path, sizeof path, "/proc/self/task/%.16s/%s", thread, file);
-    FILE *f = fopen(path, "r");
-    if (!f) return false;
-    char *read = fgets(line, sizeof line, f);
-    fclose(f);
-    return read && !strncmp(line, text, strlen(text));
-}
-
-/* Does the thread (of the only such arena) wait for work? Woken, it counts as running at once. */
-static bool at_rest(jemhooks_arena *arena) {
-    (void)arena;
-    char futex[16];
-    bool rest = false;
-    struct dirent *e;
-    DIR *d = opendir("/proc/self/task");
-    snprintf(futex, sizeof futex, "%d ", (int)SYS_futex);
-    while (!rest && (e = readdir(d))) rest = begins("comm", e->d_name, "jemhooks-ahead") && begins("syscall", e->d_name, futex);
-    closedir(d);
-    return rest;
-}
-
-static bool mapped_ahead(jemhooks_arena *arena) {
+static bool mapped(jemhooks_arena *arena) {
+    MUST(jemhooks_wait_ready(arena));
     return stats_of(arena).mapped;
 }
 
@@ -91,8 +62,8 @@ static void steady(void) {
     atomic_store(&elsewhere, 0);
     MUST(jemhooks_subscribe(arena, JEMHOOKS_ON_REGISTER, note, NULL, &s));
     for (int i = 0; i < 400; i++) {
-        if (!i) CHECK("ahead", comes_true(ready, arena), "no region was made ready");
-        CHECK("ahead", comes_true(at_rest, arena), "the thread is still at work after half a minute, at block %d", i);
+        MUST(jemhooks_wait_ready(arena));
+        if (!i) CHECK("ahead", ready(arena), "no region was made ready");
         block[i] = must_have(jemhooks_alloc(arena, 256 * KIB), "block");
         jemhooks_key key;
         CHECK("ahead", !jemhooks_lookup(block[i], &key), "an eager block has no key");
@@ -116,7 +87,7 @@ static void zeroes(void) {
     jemhooks_config c = config_with(&null, JEMHOOKS_EAGER);
     jemhooks_arena *arena = arena_of(&c);
     size_t count;
-    CHECK("ahead", comes_true(ready, arena), "no region was made ready");
+    CHECK("ahead", (!jemhooks_wait_ready(arena) && ready(arena)), "no region was made ready");
     for (int round = 0; round < 8; round++) {
         jemhooks_region_info *r = regions_of(arena, &count);
         for (size_t i = 0; i < count; i++)
@@ -142,7 +113,7 @@ static void zeroes(void) {
 static void without_registrar(void) {
     jemhooks_config c = config_with(NULL, JEMHOOKS_NONE);
     jemhooks_arena *arena = arena_of(&c);
-    CHECK("ahead", comes_true(mapped_ahead, arena), "no region was mapped ahead");
+    CHECK("ahead", mapped(arena), "no region was mapped ahead");
     MUST(jemhooks_free(must_have(jemhooks_alloc(arena, MIB), "block")));
     arena_end(arena);
 }
@@ -155,7 +126,7 @@ static void within_budget(void) {
     jemhooks_config c = config_with(&null, JEMHOOKS_EAGER);
     c.pin_limit = 8 * MIB;
     jemhooks_arena *arena = arena_of(&c);
-    CHECK("ahead", comes_true(ready, arena), "no region was made ready, though the budget has room");
+    CHECK("ahead", (!jemhooks_wait_ready(arena) && ready(arena)), "no region was made ready, though the budget has room");
     int n = 0;
     while (n < 16 && (block[n] = jemhooks_alloc(arena, 1500 * KIB))) n++;
     CHECK("budget", n >= 4 && n < 16 && jemhooks_last_error_kind() == JEMHOOKS_ERROR_PIN_LIMIT, "%d blocks of 1.5 MiB in 8 MiB: %s", n,
@@ -177,7 +148,7 @@ static void refused_ahead(void) {
     jemhooks_registrar *null = null_open(&n);
     jemhooks_config c = config_with(&null, JEMHOOKS_EAGER);
     jemhooks_arena *arena = arena_of(&c);
-    CHECK("ahead", comes_true(at_rest, arena) && mapped_ahead(arena), "no region was mapped ahead");
+    CHECK("ahead", mapped(arena), "no region was mapped ahead");
     MUST(jemhooks_free(must_have(jemhooks_alloc(arena, MIB), "block")));
     arena_end(arena);
     jemhooks_registrar_close(null);
@@ -262,7 +233,8 @@ static void busy(void) {
     char *block[64];
     uint64_t before = stats_of(arena).regions;
     for (int i = 0; i < 64; i++) block[i] = must_have(jemhooks_alloc(arena, 512 * KIB), "block");
-    CHECK("busy", comes_true(at_rest, arena) && stats_of(arena).regions > before, "nothing is made ready any more");
+    MUST(jemhooks_wait_ready(arena));
+    CHECK("busy", stats_of(arena).regions > before, "nothing is made ready any more");
     for (int i = 0; i < 64; i++) MUST(jemhooks_free(block[i]));
     MUST(jemhooks_free(p));
     arena_end(arena);
@@ -277,7 +249,7 @@ static void child(void) {
     jemhooks_registrar *null = null_open(NULL);
     jemhooks_config c = config_with(&null, JEMHOOKS_EAGER);
     jemhooks_arena *arena = arena_of(&c);
-    CHECK("child", comes_true(ready, arena), "nothing is made ready in the child");
+    CHECK("child", (!jemhooks_wait_ready(arena) && ready(arena)), "nothing is made ready in the child");
     MUST(jemhooks_free(must_have(jemhooks_alloc(arena, MIB), "block")));
     arena_end(arena);
     jemhooks_registrar_close(null);
@@ -295,7 +267,8 @@ static void forked(void) {
     uint64_t before = stats_of(inherited).regions;
     char *large[40];
     for (int i = 0; i < 40; i++) large[i] = must_have(jemhooks_alloc(inherited, 2 * MIB), "block");
-    CHECK("child", comes_true(at_rest, inherited) && stats_of(inherited).regions > before, "after forks nothing is made ready in "
+    MUST(jemhooks_wait_ready(inherited));
+    CHECK("child", stats_of(inherited).regions > before, "after forks nothing is made ready in "
           "the parent");
     for (int i = 0; i < 40; i++) MUST(jemhooks_free(large[i]));
     for (int i = 0; i < 200; i++) MUST(jemhooks_free(block[i]));
