@@ -259,14 +259,10 @@ size_t jh_space_committed(const jh_space *s) {
 
 /* ---- for the thread that prepares regions ------------------------------------------------------------------------ */
 
-static size_t round_up(size_t n) {
-    return (n + JH_SLOT - 1) / JH_SLOT * JH_SLOT;
-}
-
 /* What the next extent may take: jemalloc's steps grow by a quarter at most. space.carve held. */
 static size_t next_extent(const jh_space *s) {
-    size_t next = round_up(s->last + s->last / 4);
-    return next < JH_SLOT ? JH_SLOT : next < s->region_max ? next : s->region_max;
+    size_t next = (s->last + s->last / 4 + JH_SLOT) / JH_SLOT * JH_SLOT;
+    return next < s->region_max ? next : s->region_max;
 }
 
 static bool has_gap(const jh_space *s, size_t size) {
@@ -277,16 +273,13 @@ static bool has_gap(const jh_space *s, size_t size) {
 
 size_t jh_space_wanted(jh_space *s) {
     pthread_mutex_lock(&s->carve);
-    size_t next = next_extent(s), wanted = next > s->prepared ? 2 * next : 2 * s->prepared;
-    if (has_gap(s, next) || s->provider->regions) wanted = 0;
+    bool enough = s->provider->regions || has_gap(s, next_extent(s));
     pthread_mutex_unlock(&s->carve);
-    return wanted < s->region_max ? wanted : s->region_max;
+    return enough ? 0 : s->region_max;
 }
 
 jh_gap *jh_space_map(jh_space *s, size_t length) {
-    jh_gap *gap = region_open(s, length, JH_SLOT);
-    if (gap) s->prepared = length;
-    return gap;
+    return region_open(s, length, JH_SLOT);
 }
 
 void jh_space_offer(jh_space *s, jh_gap *whole) {

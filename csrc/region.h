@@ -33,7 +33,6 @@ typedef struct jh_space {
     atomic_int map_error;         /* errno of the last refusal, for the message                   */
     struct jh_ahead *ahead;       /* the thread that prepares regions; NULL: none                 */
     size_t last;                  /* bytes of the last extent, at most region_max                 */
-    size_t prepared;              /* of the region prepared last                                  */
 } jh_space;
 
 int jh_space_open(jh_space *s);

@@ -52,8 +52,8 @@ class Arena(Arrays):
         registered; 0: also when something is freed, if the registrars are native.
     :param evict: what a full budget may take: "idle" regions, or all "unleased" ones, with live blocks in them, too,
         for those who lease around every transfer.
-    :param prepare: "ahead": a thread of the arena maps, populates and registers the next region before it is needed, as
-        far as the budgets have room. Not with registrars written in Python.
+    :param prepare: "ahead": a thread of the arena maps, populates and registers the next region, of ``region_max``,
+        before it is needed, if the budgets have room. Not with registrars written in Python.
     :param zero_on_free: "eager" clears a block when it is freed, before peers with the key of its region read it;
         "lazy" at its pages' next use.
     :param rotate_keys: deregister regions as soon as they are idle: keys end with their data. ``idle_ttl`` is 0,
@@ -240,7 +240,7 @@ class Arena(Arrays):
         return int(released[0])
 
     def wait_ready(self) -> None:
-        """Return when what ``prepare="ahead"`` can make ready is ready; for warming up. At once where there is nothing."""
+        """Return when what ``prepare="ahead"`` can make ready is ready; for warming up. At once where nothing is."""
         with self._using() as arena:
             check(lib.jemhooks_wait_ready(arena))
 

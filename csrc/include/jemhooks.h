@@ -345,8 +345,8 @@ enum jemhooks_evict {
 
 enum jemhooks_prepare {
     JEMHOOKS_PREPARE_NOTHING = 0,
-    JEMHOOKS_PREPARE_AHEAD /* a thread of the arena maps, populates and registers the next region before it is needed, as far
-                              as its budgets have room, and deregisters those that are idle for too long. Not for registrars
+    JEMHOOKS_PREPARE_AHEAD /* a thread of the arena maps, populates and registers the next region, of region_max bytes, before it
+                              is needed, if its budgets have room, and deregisters those that are idle for too long. Not for registrars
                               with not_in_free; it has all signals blocked */
 };
 

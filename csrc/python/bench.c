@@ -207,7 +207,8 @@ int jh_bench_tail(jemhooks_arena *arena, size_t size, size_t buffers, double *ns
         double start = now();
         window[i % WINDOW] = jemhooks_alloc(arena, size);
         took[i] = now() - start;
-        if (!window[i % WINDOW]) rc = -errno;
+        if (window[i % WINDOW]) memset(window[i % WINDOW], 1, size); /* as whoever sends it would */
+        else rc = -errno;
     }
     for (int i = 0; i < WINDOW; i++) jemhooks_free(window[i]);
     if (!rc) {

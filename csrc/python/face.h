@@ -85,7 +85,8 @@ int jh_bench_blocks(size_t size, size_t iterations, int rounds, double *ns);
 /* Over random addresses in at least `regions` regions of 2 MiB (*made: how many). ns[0..4]: the inline look-up, bare table
  * -> region -> key with bounds check, jemhooks_get_key(), jemhooks_get_keys(), jemhooks_region_of(). */
 int jh_bench_lookups(size_t regions, size_t iterations, int rounds, double *ns, size_t *made);
-/* ns[0..2]: median, 99.9th percentile and maximum of allocating so many buffers, the 256 last of which live. Not a median. */
+/* ns[0..2]: median, 99.9th percentile and maximum of allocating so many buffers, which are filled, and the 256 last
+ * of which live. Of one round. */
 int jh_bench_tail(jemhooks_arena *arena, size_t size, size_t buffers, double *ns);
 
 #endif

@@ -24,6 +24,7 @@ static jemhooks_config config_with(jemhooks_registrar *const *registrar, int pol
     c.registrar_count = policy == JEMHOOKS_NONE ? 0 : 1;
     c.policy = policy;
     c.prepare = JEMHOOKS_PREPARE_AHEAD;
+    c.region_max = 8 * MIB;
     return c;
 }
 
