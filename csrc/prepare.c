@@ -7,18 +7,14 @@
 #include "prepare.h"
 #include "error.h"
 #include "fault.h"
-#include "pagemap.h"
+#include "populate.h"
 
 #include <semaphore.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <time.h>
 
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
-#endif
 #define ONE_SECOND ((uint64_t)1000000000)
 
 struct jh_ahead {
@@ -48,20 +44,14 @@ __attribute__((constructor)) static void watch_forks(void) {
     pthread_atfork(NULL, NULL, in_child);
 }
 
-/* In steps, since whoever maps memory meanwhile waits for the one under way. */
-static void populate(const jh_space *s, const jh_region *r) {
-    char *base = (char *)r->registration.hot->base;
-    for (size_t at = 0; s->provider->host_accessible && at < r->registration.hot->length; at += JH_SLOT)
-        if (madvise(base + at, JH_SLOT, MADV_POPULATE_WRITE)) return;
-}
-
 /* One region, if one is needed and every budget has room for it. Was it made ready? */
 static bool prepare(jh_space *s) {
     size_t length = jh_space_wanted(s);
     if (!length || (s->rails.policy != JEMHOOKS_NONE && !jh_budget_has_room(&s->rails.account, length))) return false;
     jh_gap *gap = jh_space_map(s, length);
     if (!gap) return false;
-    populate(s, gap->region);
+    const jemhooks_region *hot = gap->region->registration.hot;
+    if (s->provider->host_accessible) jh_populate((void *)hot->base, hot->length);
     JH_PAUSE(preparing);
     bool ready = s->rails.policy == JEMHOOKS_NONE || !jh_register_ahead(&gap->region->registration);
     jh_space_offer(s, gap); /* if it could not be registered, whoever uses it will be told why */

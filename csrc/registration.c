@@ -13,6 +13,7 @@
 #include "fault.h"
 #include "fork.h"
 #include "pagemap.h"
+#include "populate.h"
 #include "registrar/registrar.h"
 
 #include <stdio.h>
@@ -92,7 +93,16 @@ int jh_drop(jh_registration *r, unsigned keep) {
     return 0;
 }
 
+/* Registrars that pin populate one page after the other. */
+static void populate_large(const jh_registration *r) {
+    bool wanted = false;
+    if (r->hot->length < JH_LARGE || r->rails->access & JEMHOOKS_ON_DEMAND || !r->pages.provider->host_accessible) return;
+    for (unsigned i = r->live; i < r->rails->count; i++) wanted |= r->rails->registrar[i]->ops.populates;
+    if (wanted) jh_populate((void *)r->hot->base, r->hot->length);
+}
+
 int jh_take(jh_registration *r) {
+    populate_large(r);
     for (unsigned had = r->live; r->live < r->rails->count; r->live++) {
         jemhooks_registrar *g = r->rails->registrar[r->live];
         jemhooks_mr *mr = &r->mr[r->live];

@@ -17,7 +17,10 @@ from .memory import span
 class Lease:
     """A promise that a region stays registered; a context manager that gives the :class:`Key`.
 
-    It keeps the object and the arena. Thread-safe.
+    It keeps the object and the arena: a closed arena ends with its last lease. No budget, ``trim()`` or ``idle_ttl``
+    ends the registration; the end of a protection domain or UCX context does. In a forked child it holds nothing:
+    leaving a ``with`` statement that the parent began does nothing there, :meth:`release` raises ForkError.
+    Thread-safe.
     """
 
     def __init__(self, address: int, key: Key, *kept: Any) -> None:
@@ -44,7 +47,8 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._end()
+        if self._pid == os.getpid():  # in a child the parent's is not ours to end
+            self._end()
 
     def __del__(self) -> None:
         if "_kept" in self.__dict__ and self._pid == os.getpid():  # the parent's is not ours to end

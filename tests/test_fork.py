@@ -89,6 +89,36 @@ def test_frozen_in_the_child(python: Python) -> None:
 
 
 @pytest.mark.null
+def test_leases_across_a_fork(python: Python) -> None:
+    """The child leaves the with statement as the parent does, and ends nothing of the parent's."""
+    python.check(
+        PRELUDE
+        + """
+    null = jh.Null()
+    with jh.Arena(null) as arena:
+        a = arena.full(1000, 1.0)
+        explicit = jh.lease(a)
+        pid = 0
+        with jh.lease(a) as key:
+            pid = os.fork()
+        if not pid:
+            refused(jh.ForkError, explicit.release)
+            refused(jh.ForkError, lambda: jh.lease(a))
+            with jh.Null() as own, jh.Arena(own) as fresh, jh.lease(fresh.full(3, 1.0)):
+                pass
+            os._exit(0)
+        wait(pid)
+        assert jh.region(a).leases == 1
+        assert jh.key(a) == key
+        explicit.release()
+        del a
+        arena.trim()
+        assert null.stats().live == 0
+    """
+    )
+
+
+@pytest.mark.null
 def test_freeing_in_the_child_changes_nothing(python: Python) -> None:
     """Also where pages are shared with the child: a memfd must not lose them."""
     python.check(

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -263,6 +264,23 @@ def test_threads(uring: jh.Uring, tmp_path: Path, soak: int) -> None:
         for t in threads:
             t.join(120)
     assert not failures, failures[0]
+
+
+def test_a_large_region() -> None:
+    """Populated by several threads, then pinned whole; what was in it stays, and what the device moves is right."""
+    with contextlib.ExitStack() as stack:
+        uring, file = stack.enter_context(jh.Uring()), stack.enter_context(tempfile.TemporaryFile())
+        arena = stack.enter_context(jh.Arena(uring, dirty_decay_ms=0, muzzy_decay_ms=0))
+        array = arena.empty(300 << 20, "u1")
+        array[:3], array[-3:] = 7, 9
+        before = pinned()
+        assert jh.key(array).length >= 300 << 20
+        assert pinned() - before >= 300 << 20, "not all of it is pinned"
+        assert (array[:3].tolist(), array[-3:].tolist()) == ([7] * 3, [9] * 3)
+        uring.write_from(file.fileno(), array[-(1 << 20) :])
+        file.seek((1 << 20) - 3)
+        assert file.read() == b"\x09\x09\x09"
+        del array
 
 
 MEMLOCK = """

@@ -263,6 +263,8 @@ typedef struct jemhooks_registrar_ops {
     const void *interface;                               /* what else the module offers; may be NULL     */
     int not_in_free;  /* 1: never call it from jemhooks_free() and jemhooks_release(), which may run in finalisers: then
                          regions that may not be idle go with the next registration or trim                     */
+    int populates;    /* 1: registering makes every page resident (but for JEMHOOKS_ON_DEMAND); large regions are then
+                         populated before, in slices, by several threads                                         */
 } jemhooks_registrar_ops;
 
 typedef struct jemhooks_registrar jemhooks_registrar;

@@ -28,7 +28,7 @@ typedef struct {
     void (*limits)(void *self, jemhooks_limits *limits);
     void (*close)(void *self);
     const void *interface;
-    int not_in_free;
+    int not_in_free, populates;
 } jemhooks_registrar_ops;
 
 int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_registrar **registrar);

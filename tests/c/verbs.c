@@ -1,6 +1,7 @@
 /* verbs.c - the registrar "verbs" from C over real queue pairs: its own protection domain and the caller's, two rails, and
  * RDMA writes into live blocks while other threads free, purge, trim and allocate. Needs the guest of ci/vm.
- *     test_verbs [case=…] transfers=2000
+ *     test_verbs [case=…] transfers=2000 limit=0
+ * With limit (MiB) the storm may register no more at a time, and regions are evicted all the time.
  * Concurrency: every writing thread has two queue pairs of its own, connected to each other; the arena is shared.      */
 #include "check.h"
 #include "jemhooks_verbs.h"
@@ -169,6 +170,22 @@ static void two_rails(void) {
 static jemhooks_arena *shared;
 static jemhooks_registrar *storming;
 static atomic_bool stop;
+static long limit; /* MiB; 0: none */
+
+/* Under a budget only leased keys are good, and no more is pinned than it allows: the kernel's account, not ours. */
+static jemhooks_key key_to_use(const void *p) {
+    jemhooks_key key;
+    if (!limit) return key_of(p, 0);
+    MUST(jemhooks_lease(p, &key));
+    return key;
+}
+
+static void key_used(const void *p) {
+    if (!limit) return;
+    MUST(jemhooks_release(p));
+    long pinned = status_kib("VmPin");
+    CHECK("budget", pinned <= limit * 1024, "%ld KiB are pinned, with a pin_limit of %ld MiB", pinned, limit);
+}
 
 static void *write_always(void *arg) {
     dice d = {(uint64_t)(uintptr_t)arg};
@@ -179,7 +196,10 @@ static void *write_always(void *arg) {
         unsigned char *to = must_have(jemhooks_alloc(shared, room), "block");
         fill(from, size, (uint64_t)n);
         memset(to, 0xEE, size);
-        enum ibv_wc_status status = put(q, from, key_of(from, 0).lkey, size, (uintptr_t)to, key_of(to, 0).rkey);
+        uint64_t lkey = key_to_use(from).lkey, rkey = key_to_use(to).rkey;
+        enum ibv_wc_status status = put(q, from, lkey, size, (uintptr_t)to, rkey);
+        key_used(from);
+        key_used(to);
         CHECK("transfer", !status, "a write into a live block: %s", ibv_wc_status_str(status));
         CHECK("stale", filled(to, size, size, (uint64_t)n), "the CPU does not see what the device wrote");
         MUST(jemhooks_free(from));
@@ -210,8 +230,18 @@ static void *churn(void *arg) {
 }
 
 static void storm(void) {
+    jemhooks_anonymous_config memory = JEMHOOKS_ANONYMOUS_CONFIG_INIT;
+    jemhooks_config config = JEMHOOKS_CONFIG_INIT;
+    limit = option("limit", 0);
+    memory.transparent_huge = 0; /* or whole huge pages are pinned */
+    MUST(jemhooks_provider_anonymous(&memory, &config.provider));
     storming = open_verbs("rxe0", NULL);
-    shared = arena_on(NULL, &storming, 1);
+    config.registrars = &storming;
+    config.registrar_count = 1;
+    config.dirty_decay_ms = config.muzzy_decay_ms = 0;
+    if (limit) config.pin_limit = (uint64_t)limit * MIB, config.region_max = SLOT, config.evict = JEMHOOKS_EVICT_UNLEASED;
+    shared = arena_of(&config);
+    jemhooks_provider_close(config.provider);
     pthread_t writer[2], other[2];
     for (size_t i = 0; i < 2; i++) writer[i] = start_thread(write_always, (void *)(i + 1));
     for (size_t i = 0; i < 2; i++) other[i] = start_thread(churn, (void *)(i + 3));
@@ -219,6 +249,10 @@ static void storm(void) {
     atomic_store(&stop, true);
     for (int i = 0; i < 2; i++) join_thread(other[i]);
     figure("registrations", (double)stats_of(shared).registrations);
+    figure("evictions", (double)stats_of(shared).evictions);
+    if (limit)
+        CHECK("budget", stats_of(shared).evictions > (uint64_t)option("transfers", 2000) / 10, "only %zu evictions",
+              (size_t)stats_of(shared).evictions);
     CHECK("churn", stats_of(shared).deregistrations > (uint64_t)option("transfers", 2000) / 100, "only %zu deregistrations",
           (size_t)stats_of(shared).deregistrations);
     arena_end(shared);

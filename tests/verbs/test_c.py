@@ -36,6 +36,13 @@ def test_as_it_is(transfers: int, variables: dict[str, str], soak: int) -> None:
     assert "cases=3 ok" in done.stdout, done.stdout
 
 
+def test_under_a_budget(soak: int) -> None:
+    """5,000 transfers (soak: 100,000) while regions are evicted all the time; the kernel counts what is pinned."""
+    done = run("case=storm", "limit=12", f"transfers={2500 * soak}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cases=1 ok" in done.stdout, done.stdout
+
+
 def test_a_fault_is_noticed() -> None:
     """Were pages dropped under a registration, the device and the CPU would see different bytes."""
     done = run("case=storm", "transfers=3000", JEMHOOKS_FAULT="decommit_drops")
