@@ -45,6 +45,8 @@ class Policy(RuleBasedStateMachine):
     )
     def open(self, evict: Any, ttl: float | None, decay: int, own: int | None, all_: int | None, rails: int) -> None:
         self.nulls = [jh.Null() for _ in range(rails)]
+        self.events = jh.Events(kinds="register|deregister")
+        self.told: set[tuple[str, int]] = set()  # which regions are registered, as far as subscribers know
         self.arenas = [
             jh.Arena(
                 self.nulls,
@@ -214,6 +216,15 @@ class Policy(RuleBasedStateMachine):
         for name, limit in self.limits.items():
             for budget in self.budgets(name):
                 assert limit is None or budget.regions <= max(limit, self.in_use(name)), f"beyond the limit of {name}"
+        for event in self.events:
+            (self.told.add if event.kind is jh.EventKind.REGISTER else self.told.remove)((event.arena, event.base))
+        registered = {
+            (arena.name, int(base))
+            for arena, table in zip(self.arenas, self.tables(), strict=True)
+            for base in table["base"][table["state"] == 3]
+        }
+        assert self.told == registered, "subscribers believe something else than what is registered"
+        assert self.events.lost == 0
         lengths = [int(t["length"][t["state"] == 3].sum()) for t in self.tables()]
         assert [a.budget.registered for a in self.arenas] == lengths
         for null in self.nulls:
@@ -233,6 +244,10 @@ class Policy(RuleBasedStateMachine):
         for null in self.nulls:
             assert (null.stats().live, null.stats().errors, null.budget.registered) == (0, 0, 0)
             null.close()
+        for event in self.events:
+            self.told.remove((event.arena, event.base))
+        assert not self.told, "the end of a registration was not told of"
+        self.events.close()
 
 
 def test_policy() -> None:

@@ -204,27 +204,33 @@ static void *write_always(void *arg) {
         CHECK("stale", filled(to, size, size, (uint64_t)n), "the CPU does not see what the device wrote");
         MUST(jemhooks_free(from));
         MUST(jemhooks_free(to));
-        if (room > size) MUST(jemhooks_trim(shared, NULL)); /* most of a region has become idle */
+        if (room > size && !limit) MUST(jemhooks_trim(shared, NULL)); /* most of a region has become idle */
     }
     queue_end(q);
     return NULL;
 }
 
+/* Under a budget its blocks lie in more regions than may be registered, and it asks for the keys of all. */
 static void *churn(void *arg) {
+    enum { MOST = 24 };
     dice d = {(uint64_t)(uintptr_t)arg};
     static const size_t sizes[] = {64, 4000, 60000, 700000};
     while (!atomic_load(&stop)) {
-        void *p[8];
-        size_t size[8];
-        for (int i = 0; i < 8; i++) {
-            p[i] = must_have(jemhooks_alloc(shared, size[i] = sizes[roll_below(&d, 4)]), "block");
+        void *p[MOST];
+        size_t size[MOST];
+        int n = limit ? MOST : 8;
+        for (int i = 0; i < n; i++) {
+            size[i] = sizes[limit ? 3 : roll_below(&d, 4)];
+            p[i] = must_have(jemhooks_alloc(shared, size[i]), "block");
             fill(p[i], size[i], (uint64_t)i);
+            jemhooks_key key;
+            if (limit) MUST(jemhooks_get_key(p[i], &key));
         }
-        for (int i = 0; i < 8; i++) {
+        for (int i = 0; i < n; i++) {
             CHECK("foreign", filled(p[i], size[i], size[i], (uint64_t)i), "a transfer to another block came here");
             MUST(jemhooks_free(p[i]));
         }
-        MUST(jemhooks_trim(shared, NULL));
+        if (!limit) MUST(jemhooks_trim(shared, NULL));
     }
     return NULL;
 }
