@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -287,6 +288,14 @@ def test_c_examples_build_and_run(installed: tuple[str, Path], source: Path, tmp
     assert "warning" not in done.stderr, done.stderr
     done = call(folder / "fabric_rma", env={}, timeout=120)
     assert "every byte is right" in done.stdout, done.stdout
+    for transports in ("tcp", "posix,self"):
+        done = call(folder / "ucx_rma", "1000", env={"UCX_TLS": transports}, timeout=120)
+        assert "every byte is right" in done.stdout, done.stdout
+        registrations = re.search(r"1000 puts, \d+ bytes, (\d+) registrations", done.stdout)
+        assert registrations, done.stdout
+        assert int(registrations[1]) <= 20, "registrations are per region, not per buffer"
+    done = call(folder / "ucx_rma", "0", env={}, check=False)
+    assert (done.returncode, "1 to 1000" in done.stderr) == (2, True), done.stderr
 
 
 # ---- damaged installations ----
