@@ -97,6 +97,7 @@ int jemhooks_arena_create(const jemhooks_config *config, jemhooks_arena **arena)
     s->arena = a;
     a->user = c.user;
     a->zero_on_free = c.zero_on_free;
+    s->uncached = c.rotate_keys;
     if (c.rotate_keys) {
         c.idle_ttl_ms = 0;
         if (c.dirty_decay_ms == JEMHOOKS_DECAY_DEFAULT) c.dirty_decay_ms = 0;
@@ -165,7 +166,8 @@ int jemhooks_arena_destroy(jemhooks_arena *a) {
     jh_account_leave(&a->space.rails.account);
     if ((rc = jh_heap_destroy(a->heap))) {
         jh_account_enter(&a->space.rails.account);
-        jh_prepare_resume(&a->space);
+        if (rc == -EIO) jh_prepare_end(&a->space); /* some of the heap is gone */
+        else jh_prepare_resume(&a->space);
         return rc;
     }
     jh_prepare_end(&a->space);
@@ -357,6 +359,7 @@ int jemhooks_trim(jemhooks_arena *arena, size_t *released) {
     int rc = usable("jemhooks_trim", arena);
     if (rc) return rc;
     jh_heap_purge(arena->heap, true);
+    atomic_store(&arena->space.rails.quiet, true);
     rc = jh_space_trim(&arena->space, &bytes);
     if (released) *released = bytes;
     return rc;
@@ -374,7 +377,15 @@ int jemhooks_wait_ready(jemhooks_arena *arena) {
 
 int jemhooks_revoke(jemhooks_arena *arena) {
     int rc = usable("jemhooks_revoke", arena);
-    return rc ? rc : jh_space_revoke(&arena->space);
+    if (rc) return rc;
+    if (jh_inside_registrar())
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EDEADLK, "jemhooks_revoke: called from inside a registrar or subscriber, which may be at work "
+                       "on a region of arena '%s'; call it when that has returned", arena->name);
+    jh_prepare_pause(&arena->space);
+    atomic_store(&arena->space.rails.quiet, true);
+    rc = jh_space_revoke(&arena->space);
+    jh_prepare_resume(&arena->space);
+    return rc;
 }
 
 int jemhooks_regions(jemhooks_arena *arena, jemhooks_region_info *info, size_t *count) {

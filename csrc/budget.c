@@ -127,7 +127,12 @@ jemhooks_budget *jh_budget_charge(jh_account *a, jh_pin *pin, uint64_t bytes, ui
 bool jh_budget_has_room(const jh_account *a, uint64_t bytes) {
     bool room = true;
     pthread_mutex_lock(&lock);
-    for (unsigned i = 0; i < a->budgets && room; i++) room = has_room(a->budget[i], jh_budget_times(a, a->budget[i]) * bytes);
+    for (unsigned i = 0; i < a->budgets && room; i++) {
+        jemhooks_budget *b = a->budget[i];
+        unsigned times = jh_budget_times(a, b);
+        settle_in(b);
+        room = has_room(b, times * bytes) && times <= b->max_regions - b->regions;
+    }
     pthread_mutex_unlock(&lock);
     return room;
 }

@@ -13,10 +13,10 @@ typedef struct jh_pin {
     struct jh_account *account; /* NULL: not linked */
     uint64_t bytes;
     bool leaving;               /* someone is about to discharge it */
-    atomic_ullong unused_since; /* jh_now() when it last became idle, or the like; JH_UNUSED_YET */
+    atomic_ullong unused_since; /* jh_now() when it last became idle, or the like */
 } jh_pin;
 
-#define JH_UNUSED_YET UINT64_MAX /* registered ahead of its first use: the last to be evicted */
+#define JH_UNUSED_YET ((uint64_t)1 << 63) /* set: registered ahead of its first use then, and the last to be evicted */
 
 /* An arena as its budgets see it. */
 typedef struct jh_account {

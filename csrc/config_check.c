@@ -48,6 +48,11 @@ int jh_config_check(const char *name, const jemhooks_config *c) {
             return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': registrar %s runs only on the threads that call this library, "
                            "not on one that prepares regions ahead; use another registrar, or prepare nothing", name,
                            c->registrars[i]->ops.name);
+    for (unsigned i = 0; i < c->registrar_count && c->rotate_keys; i++)
+        if (c->registrars[i]->ops.not_in_free)
+            return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': registrar %s is not called when something is freed, so its keys "
+                           "would outlive their data; use another registrar, or leave rotate_keys out", name,
+                           c->registrars[i]->ops.name);
     if (c->dirty_decay_ms < JEMHOOKS_DECAY_DEFAULT || c->muzzy_decay_ms < JEMHOOKS_DECAY_DEFAULT)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': decay times of %zd and %zd ms; 0 is at once, -1 never, "
                        "JEMHOOKS_DECAY_DEFAULT jemalloc's own", name, c->dirty_decay_ms, c->muzzy_decay_ms);

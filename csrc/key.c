@@ -4,6 +4,8 @@
 #include "fork.h"
 #include "region.h"
 
+#include <string.h>
+
 static int not_ours(const char *call, const void *p) {
     return jh_fail(JEMHOOKS_ERROR_NOT_OURS, ENOENT, "%s: address %p lies in no region of any arena; allocate it from an arena "
                    "or make its range one with a fixed provider", call, p);
@@ -60,8 +62,10 @@ int jemhooks_get_keys(size_t n, const uint64_t *addresses, jemhooks_key *keys, s
     return rc;
 }
 
-/* The registration of rail `number` at p, with the key of the first rail and the region's first byte. */
-static int rail(const char *call, const void *p, unsigned number, jemhooks_mr *mr, jemhooks_key *key, uint64_t *base) {
+/* The registration of rail `number` at p, with the key of the first rail and the region's first byte; and its packed key, as far
+ * as there is room for all of it. */
+static int rail(const char *call, const void *p, unsigned number, jemhooks_mr *mr, jemhooks_key *key, uint64_t *base,
+                void *packed, size_t room) {
     for (;;) {
         int rc = slow_key(call, p, key);
         if (rc) return rc;
@@ -75,6 +79,7 @@ static int rail(const char *call, const void *p, unsigned number, jemhooks_mr *m
         bool same = r->hot->generation == key->generation && number < r->live;
         *mr = r->mr[number];
         *base = r->hot->base;
+        if (same && mr->packed && mr->packed_length <= room) memcpy(packed, mr->packed, mr->packed_length);
         pthread_mutex_unlock(&r->pages.lock);
         if (same) return 0;
     }
@@ -85,7 +90,7 @@ int jemhooks_get_rail_key(const void *p, unsigned number, jemhooks_key *key) {
     jemhooks_key k;
     if (!key) return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_get_rail_key: nowhere to put the key (NULL)");
     uint64_t base;
-    int rc = rail("jemhooks_get_rail_key", p, number, &mr, &k, &base);
+    int rc = rail("jemhooks_get_rail_key", p, number, &mr, &k, &base, NULL, 0);
     if (rc) return rc;
     k.addr = mr.remote_base + ((uintptr_t)p - base);
     k.lkey = mr.lkey;
@@ -100,11 +105,25 @@ int jemhooks_packed_key(const void *p, unsigned number, const void **bytes, size
     if (!bytes || !length)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_packed_key: nowhere to put the bytes or their length (NULL)");
     uint64_t base;
-    int rc = rail("jemhooks_packed_key", p, number, &mr, &k, &base);
+    int rc = rail("jemhooks_packed_key", p, number, &mr, &k, &base, NULL, 0);
     if (rc) return rc;
     *bytes = mr.packed;
     *length = mr.packed ? mr.packed_length : 0;
     return 0;
+}
+
+int jemhooks_copy_packed_key(const void *p, unsigned number, void *buffer, size_t *length) {
+    static const char call[] = "jemhooks_copy_packed_key";
+    jemhooks_mr mr;
+    jemhooks_key k;
+    uint64_t base;
+    if (!length || (*length && !buffer)) return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "%s: no buffer or length (NULL)", call);
+    size_t room = *length;
+    int rc = rail(call, p, number, &mr, &k, &base, buffer, room);
+    if (rc) return rc;
+    *length = mr.packed ? mr.packed_length : 0;
+    if (*length <= room) return 0;
+    return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOSPC, "%s: the key has %zu bytes, the buffer %zu", call, *length, room);
 }
 
 int jemhooks_lease(const void *p, jemhooks_key *key) {

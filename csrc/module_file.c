@@ -10,26 +10,26 @@
 #include <string.h>
 #include <unistd.h>
 
-static int module_path(char *path, size_t size, const char *name) {
+static int module_path(char *path, size_t size, const char *what, const char *kind) {
     Dl_info here;
     if (!dladdr((const void *)jh_module_symbol, &here) || !here.dli_fname) return -ENOENT;
     const char *slash = strrchr(here.dli_fname, '/');
     int folder = slash ? (int)(slash - here.dli_fname) : 1;
-    int n = snprintf(path, size, "%.*s/jemhooks/%s.so", folder, slash ? here.dli_fname : ".", name);
+    int n = snprintf(path, size, "%.*s/jemhooks/%s_%s.so", folder, slash ? here.dli_fname : ".", what, kind);
     return n < 0 || (size_t)n >= size ? -ENAMETOOLONG : 0;
 }
 
-void *jh_module_symbol(const char *name, const char *symbol) {
+void *jh_module_symbol(const char *what, const char *kind, const char *symbol) {
     char path[1024];
-    if (module_path(path, sizeof path, name) || access(path, F_OK))
-        return jh_fail(JEMHOOKS_ERROR_LOAD, ENOENT, "%s: this jemhooks was built without it (%s); install its development package and "
-                       "configure jemhooks again", name, jemhooks_build_config()), NULL;
+    if (module_path(path, sizeof path, what, kind) || access(path, F_OK))
+        return jh_fail(JEMHOOKS_ERROR_LOAD, ENOENT, "%s %s: this jemhooks was built without it (%s); install its development package and "
+                       "configure jemhooks again", what, kind, jemhooks_build_config()), NULL;
     void *module = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     if (!module)
-        return jh_fail(JEMHOOKS_ERROR_LOAD, ELIBACC, "%s: the module cannot be loaded: %s; install the library that it names", name,
-                       dlerror()), NULL;
+        return jh_fail(JEMHOOKS_ERROR_LOAD, ELIBACC, "%s %s: its module cannot be loaded: %s; install the library that it names", what,
+                       kind, dlerror()), NULL;
     void *found = dlsym(module, symbol);
     if (!found)
-        jh_fail(JEMHOOKS_ERROR_LOAD, ELIBBAD, "%s: %s is not a jemhooks module: it lacks the symbol %s", name, path, symbol);
+        jh_fail(JEMHOOKS_ERROR_LOAD, ELIBBAD, "%s %s: %s is not a jemhooks module: it lacks the symbol %s", what, kind, path, symbol);
     return found;
 }

@@ -35,7 +35,7 @@ static uint64_t age_if_unleased(const jh_pin *pin) {
 
 static uint64_t age_if_expired(const jh_pin *pin) {
     uint64_t since = age_if_idle(pin);
-    return since && since != JH_UNUSED_YET && jh_now() - since >= registration_of(pin)->rails->idle_ttl ? since : 0;
+    return since && !(since & JH_UNUSED_YET) && jh_now() - since >= registration_of(pin)->rails->idle_ttl ? since : 0;
 }
 
 static bool claim_if_idle(jh_pin *pin) {
@@ -171,6 +171,7 @@ int jh_register(jh_registration *r) {
     jh_expire(r->rails);
     int rc = jh_claim_to_register(r);
     if (rc) return rc > 0 ? 0 : rc;
+    atomic_store(&r->rails->quiet, false);
     JH_PAUSE(registering);
     unsigned had = r->live;
     if (had || !(rc = admit(r))) {
@@ -190,14 +191,20 @@ int jh_register_ahead(jh_registration *r) {
     int rc = jh_claim_to_register(r);
     if (rc) return rc > 0 ? 0 : rc;
     if (jh_budget_charge(&r->rails->account, &r->pin, r->hot->length, &turn)) {
-        rc = 1;
-    } else if ((rc = jh_take(r)) && !r->live) {
+        jh_settle(r);
+        return 1;
+    }
+    uint64_t start = jh_now();
+    rc = jh_take(r);
+    if (!r->live) {
         jh_budget_discharge(&r->pin);
     } else {
         atomic_fetch_add(&r->rails->registrations, 1);
-        atomic_store(&r->pin.unused_since, JH_UNUSED_YET);
+        atomic_store(&r->pin.unused_since, JH_UNUSED_YET | jh_now());
         tell(r, JEMHOOKS_ON_REGISTER);
     }
+    if (rc) atomic_fetch_add(&r->rails->failures, 1);
+    else count_time(r->rails, jh_now() - start);
     jh_settle(r);
     return rc;
 }

@@ -29,15 +29,19 @@ struct jh_ahead {
     uint64_t asked, served;      /* how often someone has asked for a round of work, and up to which time it was done */
     uint64_t pause;  /* ns from one look at idle regions to the next: an eighth of idle_ttl, within reason */
     atomic_bool ending;
-    bool joined;
+    enum { RUNNING, JOINING, JOINED } state; /* guarded by `all` */
 };
 
 static pthread_mutex_t all = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t joined_more = PTHREAD_COND_INITIALIZER;
 static struct jh_ahead *first;
+static bool exiting; /* no more threads */
 
 static void in_child(void) {
     pthread_mutex_init(&all, NULL);
+    pthread_cond_init(&joined_more, NULL);
     first = NULL;
+    exiting = false;
 }
 
 __attribute__((constructor)) static void watch_forks(void) {
@@ -46,25 +50,29 @@ __attribute__((constructor)) static void watch_forks(void) {
 
 /* One region, if one is needed and every budget has room for it. Was it made ready? */
 static bool prepare(jh_space *s) {
-    size_t length = jh_space_wanted(s);
-    if (!length || (s->rails.policy != JEMHOOKS_NONE && !jh_budget_has_room(&s->rails.account, length))) return false;
-    jh_gap *gap = jh_space_map(s, length);
+    size_t page = s->provider->page, length = (s->region_max + page - 1) / page * page;
+    bool registers = s->rails.policy != JEMHOOKS_NONE;
+    jh_gap *gap;
+    if (!jh_space_wants(s, &gap)) return false;
+    if (gap) length = gap->region->registration.hot->length;
+    bool room = !registers || jh_budget_has_room(&s->rails.account, length);
+    if (!gap && room) gap = jh_space_map(s);
     if (!gap) return false;
     const jemhooks_region *hot = gap->region->registration.hot;
-    if (s->provider->host_accessible) jh_populate((void *)hot->base, hot->length);
+    if (room && s->provider->host_accessible) jh_populate((void *)hot->base, hot->length);
     JH_PAUSE(preparing);
-    bool ready = s->rails.policy == JEMHOOKS_NONE || !jh_register_ahead(&gap->region->registration);
+    bool ready = room && (!registers || !jh_register_ahead(&gap->region->registration));
     jh_space_offer(s, gap); /* if it could not be registered, whoever uses it will be told why */
     return ready;
 }
 
 static void wait_for_work(struct jh_ahead *a) {
     struct timespec until;
-    clock_gettime(CLOCK_REALTIME, &until);
+    clock_gettime(CLOCK_MONOTONIC, &until);
     uint64_t ns = (uint64_t)until.tv_nsec + a->pause;
     until.tv_sec += (time_t)(ns / ONE_SECOND);
     until.tv_nsec = (long)(ns % ONE_SECOND);
-    sem_timedwait(&a->wake, &until);
+    sem_clockwait(&a->wake, CLOCK_MONOTONIC, &until);
     while (!sem_trywait(&a->wake)) {} /* once is enough */
 }
 
@@ -82,10 +90,10 @@ static void *run(void *arg) {
         uint64_t asked = a->asked;
         pthread_mutex_unlock(&a->turns);
         pthread_mutex_lock(&a->work);
-        while (!atomic_load(&a->ending) && prepare(a->space)) {}
         if (!atomic_load(&a->ending)) {
-            jh_expire(&a->space->rails);
+            if (prepare(a->space)) jh_prepare_wake(a); /* and perhaps another one */
             a->age(a->space);
+            jh_expire(&a->space->rails);
         }
         pthread_mutex_unlock(&a->work);
         serve(a, asked);
@@ -95,18 +103,29 @@ static void *run(void *arg) {
     return NULL;
 }
 
+/* Returns when it has ended. With `all`, which is let go meanwhile. */
 static void join(struct jh_ahead *a) {
+    while (a->state == JOINING) pthread_cond_wait(&joined_more, &all);
+    if (a->state == JOINED) return;
+    a->state = JOINING;
+    pthread_mutex_unlock(&all);
     atomic_store(&a->ending, true);
     sem_post(&a->wake);
     pthread_join(a->thread, NULL);
-    a->joined = true;
+    pthread_mutex_lock(&all);
+    a->state = JOINED;
+    pthread_cond_broadcast(&joined_more);
 }
 
 /* Before the destructors of what registrars use run. */
 static void end_all(void) {
     pthread_mutex_lock(&all);
-    for (struct jh_ahead *a = first; a; a = a->next)
-        if (!a->joined) join(a);
+    exiting = true;
+    for (struct jh_ahead *a = first; a;) {
+        bool ended = a->state == JOINED;
+        if (!ended) join(a);
+        a = ended ? a->next : first; /* others may have gone meanwhile */
+    }
     pthread_mutex_unlock(&all);
 }
 
@@ -137,7 +156,8 @@ int jh_prepare_start(jh_space *s, void (*age)(jh_space *s)) {
     s->ahead = a;
     pthread_mutex_lock(&all);
     if (!atomic_exchange(&registered, true)) atexit(end_all);
-    int err = start_thread(a);
+    int err = exiting ? 0 : start_thread(a);
+    if (exiting) a->state = JOINED, a->served = UINT64_MAX;
     if (!err) {
         a->next = first;
         a->link = &first;
@@ -160,7 +180,8 @@ void jh_prepare_wait(jh_space *s) {
     struct jh_ahead *a = s->ahead;
     if (!a) return;
     pthread_mutex_lock(&a->turns);
-    uint64_t mine = ++a->asked;
+    uint64_t mine = a->served == UINT64_MAX ? 0 : ++a->asked;
+    atomic_store(&s->rails.quiet, false);
     jh_prepare_wake(a);
     while (a->served < mine) pthread_cond_wait(&a->served_more, &a->turns);
     pthread_mutex_unlock(&a->turns);
@@ -180,7 +201,7 @@ void jh_prepare_end(jh_space *s) {
     atomic_store(&a->ending, true); /* so that it does nothing when it goes on */
     pthread_mutex_unlock(&a->work);
     pthread_mutex_lock(&all);
-    if (!a->joined) join(a);
+    join(a);
     *a->link = a->next;
     if (a->next) a->next->link = a->link;
     pthread_mutex_unlock(&all);

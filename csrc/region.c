@@ -146,12 +146,11 @@ static void region_hide(jh_region *r) {
 static void region_close(jh_region *r) {
     void *base = (void *)r->registration.hot->base;
     size_t length = r->registration.hot->length;
+    jh_seal(&r->registration); /* so that no subscriber registers it; whoever ended its registration may still hold its lock */
     jh_event(r->space->arena, JEMHOOKS_ON_UNMAP, (uintptr_t)base, length);
-    /* Whoever ended its registration may have shown that already, and still hold this. */
-    pthread_mutex_lock(&r->registration.pages.lock);
-    pthread_mutex_unlock(&r->registration.pages.lock);
     region_hide(r);
     publish(r, JEMHOOKS_UNMAPPED, NULL, 0);
+    jh_claim_over();
     jh_pages_fini(&r->registration.pages);
     r->space->provider->ops->unmap(r->space->provider, base, length);
     jh_pool_return_region(r);
@@ -265,21 +264,39 @@ static size_t next_extent(const jh_space *s) {
     return next < s->region_max ? next : s->region_max;
 }
 
-static bool has_gap(const jh_space *s, size_t size) {
-    for (const jh_gap *g = s->gaps; g; g = g->next)
-        if (g->end - g->at >= size) return true;
-    return false;
+/* Where a gap is linked that the next extent fits in, in a region that is registered, if it is to be; or (untouched) one that a
+ * whole region is, and that is not. */
+static jh_gap **find_gap(jh_space *s, bool untouched) {
+    size_t next = next_extent(s);
+    for (jh_gap **link = &s->gaps; *link; link = &(*link)->next) {
+        const jh_gap *g = *link;
+        const jemhooks_region *hot = g->region->registration.hot;
+        bool registered = s->rails.policy == JEMHOOKS_NONE || jh_state(hot) != JEMHOOKS_MAPPED;
+        if (g->end - g->at >= next && registered != untouched && (!untouched || (!g->at && g->end == hot->length))) return link;
+    }
+    return NULL;
 }
 
-size_t jh_space_wanted(jh_space *s) {
+static bool ready_gap(jh_space *s) {
+    return s->provider->regions || find_gap(s, false);
+}
+
+bool jh_space_wants(jh_space *s, jh_gap **unready) {
+    *unready = NULL;
+    if (atomic_load(&s->rails.quiet)) return false;
     pthread_mutex_lock(&s->carve);
-    bool enough = s->provider->regions || has_gap(s, next_extent(s));
+    bool wanted = !ready_gap(s);
+    jh_gap **link = wanted ? find_gap(s, true) : NULL;
+    if (link) {
+        *unready = *link;
+        *link = (*link)->next;
+    }
     pthread_mutex_unlock(&s->carve);
-    return enough ? 0 : s->region_max;
+    return wanted;
 }
 
-jh_gap *jh_space_map(jh_space *s, size_t length) {
-    return region_open(s, length, JH_SLOT);
+jh_gap *jh_space_map(jh_space *s) {
+    return region_open(s, s->region_max, JH_SLOT);
 }
 
 void jh_space_offer(jh_space *s, jh_gap *whole) {
@@ -305,7 +322,10 @@ static bool grow(jh_space *s, size_t size, size_t alignment) {
 static void commit_pages(jh_region *r, size_t first, size_t n) {
     jh_registration *g = &r->registration;
     pthread_mutex_lock(&g->pages.lock);
-    if (!g->pages.committed && jh_state(g->hot) == JEMHOOKS_REGISTERED) atomic_fetch_add(&g->rails->hits, 1);
+    if (!g->pages.committed && jh_state(g->hot) == JEMHOOKS_REGISTERED) {
+        bool prepared = atomic_fetch_and(&g->pin.unused_since, ~JH_UNUSED_YET) & JH_UNUSED_YET;
+        if (!prepared) atomic_fetch_add(&g->rails->hits, 1);
+    }
     jh_pages_commit(&g->pages, first, n);
     pthread_mutex_unlock(&g->pages.lock);
 }
@@ -354,6 +374,14 @@ static void take_from_gap(jh_gap **link, size_t at, size_t size) {
     jh_pool_return_gap(g);
 }
 
+/* An extent of so many bytes was: the next one may be larger. space.carve held. */
+static void carved(jh_space *s, size_t size) {
+    s->last = size < s->region_max ? size : s->region_max;
+    if (!s->ahead) return;
+    atomic_store(&s->rails.quiet, false);
+    if (!ready_gap(s)) jh_prepare_wake(s->ahead);
+}
+
 void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, bool *commit) {
     if ((size > s->region_limit && !JH_FAULT(growth_unlimited)) || (*zero && !s->provider->host_accessible)) {
         atomic_store(&s->map_error, size > s->region_limit ? E2BIG : EOPNOTSUPP);
@@ -367,8 +395,7 @@ void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, boo
     if (link && fits(*link, size, alignment, &at)) {
         r = (*link)->region;
         take_from_gap(link, at, size);
-        s->last = size < s->region_max ? size : s->region_max;
-        if (s->ahead && !has_gap(s, next_extent(s))) jh_prepare_wake(s->ahead);
+        carved(s, size);
     }
     pthread_mutex_unlock(&s->carve);
     return r ? extent(r, at, size, zero, commit) : NULL;
@@ -382,7 +409,10 @@ void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, boo
     jh_gap **link = &s->gaps;
     while (*link && ((*link)->region != r || (*link)->at != at || size > (*link)->end - at)) link = &(*link)->next;
     bool found = *link;
-    if (found) take_from_gap(link, at, size);
+    if (found) {
+        take_from_gap(link, at, size);
+        carved(s, size);
+    }
     pthread_mutex_unlock(&s->carve);
     return found ? extent(r, at, size, zero, commit) : NULL;
 }

@@ -31,6 +31,7 @@ typedef struct jh_space {
     _Atomic(jh_region *) regions; /* grows at its head only, until the space is closed             */
     atomic_size_t region_count, mapped;
     atomic_int map_error;         /* errno of the last refusal, for the message                   */
+    bool uncached;                /* threads keep no freed blocks, which would keep regions busy  */
     struct jh_ahead *ahead;       /* the thread that prepares regions; NULL: none                 */
     size_t last;                  /* bytes of the last extent, at most region_max                 */
 } jh_space;
@@ -52,10 +53,11 @@ size_t jh_space_committed(const jh_space *s);
 size_t jh_stranded_bytes(void);
 
 /* For the thread that prepares regions: */
-/* How long a region would have to be, for there to be room for the next extent; 0: there is. */
-size_t jh_space_wanted(jh_space *s);
-/* Maps a region that nobody carves from until it is offered. NULL: refused. */
-jh_gap *jh_space_map(jh_space *s, size_t length);
+/* Is there no room, ready, for the next extent? *unready: a whole region that only has to be registered again, or NULL; nobody
+ * carves from it until it is offered. */
+bool jh_space_wants(jh_space *s, jh_gap **unready);
+/* Maps a region of region_max that nobody carves from until it is offered. NULL: refused. */
+jh_gap *jh_space_map(jh_space *s);
 void jh_space_offer(jh_space *s, jh_gap *whole);
 /* Tells it that something may be wanted; in prepare.c. */
 void jh_prepare_wake(struct jh_ahead *ahead);

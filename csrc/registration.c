@@ -121,6 +121,18 @@ int jh_take(jh_registration *r) {
     return 0;
 }
 
+void jh_claim_over(void) {
+    pthread_mutex_lock(&claims);
+    pthread_cond_broadcast(&claim_ended);
+    pthread_mutex_unlock(&claims);
+}
+
+void jh_seal(jh_registration *r) {
+    pthread_mutex_lock(&r->pages.lock);
+    move(r, JEMHOOKS_DEREGISTERING, NULL);
+    pthread_mutex_unlock(&r->pages.lock);
+}
+
 void jh_settle(jh_registration *r) {
     int err = errno; /* what the caller is to report */
     pthread_mutex_lock(&r->pages.lock);
@@ -130,9 +142,7 @@ void jh_settle(jh_registration *r) {
     }
     move(r, r->live ? JEMHOOKS_REGISTERED : JEMHOOKS_MAPPED, r->live ? &r->mr[0] : NULL);
     pthread_mutex_unlock(&r->pages.lock);
-    pthread_mutex_lock(&claims);
-    pthread_cond_broadcast(&claim_ended);
-    pthread_mutex_unlock(&claims);
+    jh_claim_over();
     errno = err;
 }
 

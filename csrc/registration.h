@@ -17,6 +17,7 @@ typedef struct jh_rails {
     uint64_t idle_ttl;    /* ns that a region may be idle; UINT64_MAX: any time */
     bool prompt;          /* they go at once: idle_ttl is 0, and no registrar minds being called from a free */
     _Atomic uint64_t look; /* jh_now() when it may pay to look for such regions again; 0: now, if prompt */
+    atomic_bool quiet;    /* nothing is to be registered ahead of its use, after a trim or revoke, until something is used */
     unsigned epoch;       /* jh_fork_epoch when the arena was made      */
     const char *name;     /* the arena's, for error texts               */
     atomic_ullong registrations, deregistrations, failures, hits, evictions, retries;
@@ -61,6 +62,11 @@ int jh_drop(jh_registration *r, unsigned keep);
 /* Ends the claim: registered as far as any rail is, else mapped, with the pages given back that a pin, even one that
  * failed half-way, has populated. */
 void jh_settle(jh_registration *r);
+
+/* Claims an unregistered region for good, since it is about to be unmapped. */
+void jh_seal(jh_registration *r);
+/* To those who wait for claims: one has ended. */
+void jh_claim_over(void);
 
 /* Is this thread in a registrar's or a subscriber's function? */
 bool jh_inside_registrar(void);

@@ -50,7 +50,11 @@ def _kinds(given: EventKind | str | Iterable[str]) -> int:
     if isinstance(given, int):
         return ranged(given, "kinds", 1, 31)
     bits = 0
-    for word in given.replace("|", " ").split() if isinstance(given, str) else given:
+    try:
+        words = given.replace("|", " ").split() if isinstance(given, str) else list(given)
+    except TypeError:
+        raise ConfigError(f"kinds {given!r} are neither words nor EventKind flags") from None
+    for word in words:
         try:
             bits |= EventKind[word.upper()]
         except (KeyError, AttributeError):
@@ -102,6 +106,8 @@ class Events:
         self._pid = os.getpid()
         if arena is not None and not isinstance(arena, Arena):
             raise ConfigError(f"{arena!r} is not an Arena")
+        if arena is not None and arena._pid != self._pid:
+            raise ForkError(f"arena '{arena.name}' is the parent process's; make one in this process")
         out, wanted = ffi.new("jh_queue **"), _kinds(kinds)
         room = ranged(capacity, "capacity", 1, _MOST)
         with nullcontext(ffi.NULL) if arena is None else arena._using() as native:

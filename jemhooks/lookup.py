@@ -85,14 +85,14 @@ def packed_key(obj: Any, rail: int = 0) -> bytes:
     Of the whole region. Empty where the registrar has none. Raises as :func:`key` does.
     """
     address, _ = span(obj)
-    out, length = ffi.new("void const **"), ffi.new("size_t *")
-    held = ffi.new("jemhooks_key *")
-    check(lib.jh_face_lease(address, held))  # the bytes live as long as the registration
-    try:
-        check(lib.jh_face_packed_key(address, ranged(rail, "rail", 0, 2**32 - 1), out, length))
-        return bytes(ffi.buffer(out[0], length[0])) if length[0] else b""
-    finally:
-        check(lib.jh_face_unlease(address))
+    room, length = 512, ffi.new("size_t *")
+    while True:
+        out, length[0] = ffi.new("char[]", room), room
+        rc = lib.jh_face_packed_key(address, ranged(rail, "rail", 0, 2**32 - 1), out, length)
+        if rc != -errno.ENOSPC:
+            check(rc)
+            return bytes(ffi.buffer(out, length[0]))
+        room = length[0]
 
 
 def _pair(obj: Any) -> tuple[int, int]:

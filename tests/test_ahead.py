@@ -85,6 +85,33 @@ def test_fork_with_a_thread_at_work(python: Python, soak: int) -> None:
     )
 
 
+def test_nothing_is_registered_ahead_after_a_revoke(null: jh.Null) -> None:
+    """What ends registrations for good, as the end of a protection domain, must not be undone by the thread."""
+    with jh.Arena(null, policy="eager", prepare="ahead", region_max="2MiB", idle_ttl=0.1) as arena:
+        for _ in range(20):
+            arena.wait_ready()
+            assert fresh(arena)
+            arena._revoke()
+            before = null.stats().registers
+            assert null.stats().live == 0
+            for _ in range(200):
+                assert null.stats().registers == before, "a region was registered again, though nothing was used"
+        arena.trim()
+        arena.wait_ready()
+        assert fresh(arena), "after a trim nothing is made ready any more"
+
+
+def test_a_failure_ahead_is_made_good() -> None:
+    with jh.Null(fail_at=1) as null, jh.Arena(null, policy="eager", prepare="ahead", region_max="2MiB") as arena:
+        arena.wait_ready()
+        arena.wait_ready()
+        assert fresh(arena), "one failure, and no region is made ready any more"
+        stats = arena.stats()
+        assert (stats.registrations, stats.registration_failures, stats.regions) == (1, 1, 1)
+        arena.block(100)
+        assert arena.stats().hits == 0, "the first use of a prepared region is no hit"
+
+
 def test_registrars_in_python_are_refused() -> None:
     class Mine(jh.Registrar):
         name = "mine"
@@ -96,6 +123,8 @@ def test_registrars_in_python_are_refused() -> None:
 
     with pytest.raises(jh.ConfigError, match="mine runs only on the threads that call"):
         jh.Arena(Mine(), prepare="ahead")
+    with pytest.raises(jh.ConfigError, match="mine is not called when something is freed"):
+        jh.Arena(Mine(), rotate_keys=True)
 
 
 def test_pinned_ahead_within_the_budget() -> None:
@@ -152,6 +181,12 @@ def test_zero_on_free_needs_memory_that_the_host_can_touch() -> None:
 
 def test_keys_end_with_their_data(null: jh.Null) -> None:
     with jh.Arena(null, rotate_keys=True) as arena:
+        seen = set()
+        for _ in range(3):
+            block = arena.block(100)
+            seen.add(jh.key(block).rkey)
+            del block
+        assert len(seen) == 3, "an old key reaches the next small block"
         block = arena.block("1MiB")
         first = jh.key(block)
         assert null.stats().live == 1

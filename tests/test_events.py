@@ -99,6 +99,8 @@ def test_a_function_that_raises_loses_one_event(null: jh.Null) -> None:
         ({"kinds": ""}, "kinds"),
         ({"kinds": 32}, "31"),
         ({"kinds": [7]}, "7 is not one of"),
+        ({"kinds": None}, "neither words nor"),
+        ({"kinds": 3.5}, "neither words nor"),
         ({"capacity": 0}, "capacity"),
         ({"capacity": 2**40}, "capacity"),
         ({"arena": "arena"}, "not an Arena"),
@@ -170,7 +172,7 @@ def test_in_a_forked_child(python: Python) -> None:
         """
         import os
         import jemhooks as jh
-        events = jh.Events(kinds=31)
+        events, parents = jh.Events(kinds=31), jh.Arena()
         pid = os.fork()
         if not pid:
             status = 1
@@ -178,6 +180,12 @@ def test_in_a_forked_child(python: Python) -> None:
                 with jh.Arena() as arena, jh.Events(arena, 31) as own:
                     arena.empty(10)
                     assert own.take(), "the child's own queue is empty"
+                try:
+                    jh.Events(parents)
+                except jh.ForkError:
+                    pass
+                else:
+                    os._exit(1)
                 try:
                     events.take()
                 except jh.ForkError as e:
@@ -190,5 +198,6 @@ def test_in_a_forked_child(python: Python) -> None:
         with jh.Arena() as arena:
             arena.empty(10)
         assert events.take()
+        parents.close()
         """
     )

@@ -41,7 +41,7 @@ def test_import_loads_nothing_native(python: Python) -> None:
     )
     first, second = out.splitlines()
     assert first == "False False False False", "import jemhooks must be cheap and must not need libjemalloc"
-    assert second.startswith("0.1.0 ['allocator', 'fabric', 'uring', 'verbs'] ConfigError 4"), "known without it"
+    assert second.startswith("0.1.0 ['allocator', 'fabric', 'ucx', 'uring', 'verbs'] ConfigError 4"), "known without it"
 
 
 def test_load_error_names_three_remedies_with_exact_values(python: Python) -> None:

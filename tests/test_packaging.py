@@ -437,6 +437,8 @@ def configure(source: Path, tmp_path: Path) -> Configure:
             if version:
                 lines = [f"Version: {version}" if line.startswith("Version:") else line for line in lines]
             (folder / f"{name}.pc").write_text("\n".join(lines) + "\n")
+            for part in real.parent.glob(f"{name}-*.pc"):  # what it requires of itself
+                shutil.copy(part, folder)
         env = {**os.environ, "PKG_CONFIG_LIBDIR": str(folder)} | {"PKG_CONFIG_PATH": ""}
         home = tmp_path / "build"
         shutil.rmtree(home, ignore_errors=True)

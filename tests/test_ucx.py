@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -110,13 +111,51 @@ def test_a_context_that_ends(ucp: Any) -> None:
     assert ucx.info().context == 0
     ucx.detach()
     ucx.close()
-    with pytest.raises(jh.ClosedError):
+    ucx.detach()
+
+
+def test_detach_after_close(ucp: Any) -> None:
+    """The registrar is closed, its arenas go on; the context can still be ended safely."""
+    handle = NAMES["ucp_init"](ucp, True)
+    ucx = jh.Ucx(handle)
+    with jh.Arena(ucx) as arena:
+        array = arena.full(10, 1.0)
+        assert jh.packed_key(array)
+        ucx.close()
         ucx.detach()
+        ucp.ucp_cleanup(ctypes.c_void_p(handle))
+        with pytest.raises(jh.RegistrationError, match="detached"):
+            jh.packed_key(array)
 
 
 def test_detach_is_for_the_callers_context() -> None:
-    with jh.Ucx() as ucx, pytest.raises(jh.TransferError, match="own"):
-        ucx.detach()
+    with jh.Ucx() as ucx, jh.Arena(ucx) as arena:
+        array = arena.full(10, 1.0)
+        generation = jh.key(array).generation
+        with pytest.raises(jh.ConfigError, match="own"):
+            ucx.detach()
+        assert jh.key(array).generation == generation, "refused, but something was done"
+
+
+def test_packed_keys_while_registrations_end(soak: int) -> None:
+    """Never bytes of a registration that has ended."""
+    with jh.Ucx() as ucx, jh.Arena(ucx) as arena:
+        block = arena.block(100)
+        expected, done, wrong = jh.packed_key(block), threading.Event(), 0
+
+        def revoke() -> None:
+            while not done.is_set():
+                arena._revoke()
+
+        threads = [threading.Thread(target=revoke) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(5000 * soak):
+            wrong += jh.packed_key(block) != expected
+        done.set()
+        for thread in threads:
+            thread.join()
+        assert wrong == 0, f"{wrong} packed keys were other bytes"
 
 
 class Closed:

@@ -8,7 +8,6 @@
 #include "../module_file.h"
 
 #include <pthread.h>
-#include <stdio.h>
 #include <string.h>
 
 static pthread_mutex_t starting = PTHREAD_MUTEX_INITIALIZER;
@@ -37,9 +36,7 @@ static void tell(void *self, const jemhooks_event *event) {
 
 /* Subscribed before the library hears of us, so that no release is missed. */
 static int start(size_t i) {
-    char kind[32];
-    snprintf(kind, sizeof kind, "adapter_%s", known[i].kind);
-    if (!known[i].adapter) known[i].adapter = jh_module_symbol(kind, JH_ADAPTER_SYMBOL);
+    if (!known[i].adapter) known[i].adapter = jh_module_symbol("adapter", known[i].kind, JH_ADAPTER_SYMBOL);
     if (!known[i].adapter) return -errno;
     int rc = jemhooks_subscribe(NULL, JEMHOOKS_RELEASES, tell, (void *)known[i].adapter, &known[i].subscription);
     if (rc) return rc;

@@ -148,8 +148,10 @@ JEMHOOKS_API int jemhooks_get_keys(size_t n, const uint64_t *addresses, jemhooks
 /* jemhooks_region_of() as a function, for callers without the inline. */
 JEMHOOKS_API jemhooks_region *jemhooks_find_region(const void *p);
 /* The packed key (FI_MR_RAW, UCX) of registrar `rail` at live address p; length 0 where the registrar has none. The
- * bytes live as long as the registration. */
+ * bytes live as long as the registration: under a lease until jemhooks_revoke(). */
 JEMHOOKS_API int jemhooks_packed_key(const void *p, unsigned rail, const void **bytes, size_t *length);
+/* A copy of it. *length is the buffer's, and becomes the key's; -ENOSPC: the buffer is too small, and untouched. */
+JEMHOOKS_API int jemhooks_copy_packed_key(const void *p, unsigned rail, void *buffer, size_t *length);
 
 /* A lease keeps the region of p registered until as many jemhooks_release() as leases. Registers where needed; *key may
  * be NULL. A lease keeps memory registered, not allocated. jemhooks_release() without a lease: -EALREADY. */
@@ -201,7 +203,7 @@ typedef struct jemhooks_event {
     jemhooks_arena *arena;
 } jemhooks_event;
 
-/* Called on the thread that causes the event, several at once. Told of on_map and on_decommit it runs inside the allocator: it
+/* Called on the thread that causes the event, several at once; it must not fork. Told of on_map and on_decommit it runs inside the allocator: it
  * must neither allocate, nor call this library, nor wait for anyone who does. Told of the others it may do both, but a key in
  * a region that is in work fails with -EDEADLK, and so do destroying an arena and unsubscribing. */
 typedef void jemhooks_subscriber(void *self, const jemhooks_event *event);
@@ -382,7 +384,8 @@ typedef struct jemhooks_config {
     int zero_on_free;                /* 1: a block's bytes are cleared when it is freed, shrunk or moved, so that a peer with
                                         the key of its region cannot read them. The host must be able to touch the memory */
     int rotate_keys;                 /* 1: a region is deregistered as soon as it is idle, so that its keys end with its
-                                        data: idle_ttl_ms is 0, and decay times are, unless they are given          */
+                                        data: idle_ttl_ms is 0, and decay times are, unless they are given; threads
+                                        cache no freed blocks. Not for registrars with not_in_free                  */
 } jemhooks_config;
 #define JEMHOOKS_CONFIG_INIT                                                                                         \
     {sizeof(jemhooks_config), NULL, NULL, NULL, 0, JEMHOOKS_REMOTE_READ | JEMHOOKS_REMOTE_WRITE, JEMHOOKS_LAZY, 1,  \
@@ -428,8 +431,8 @@ JEMHOOKS_API int jemhooks_wait_ready(jemhooks_arena *arena);
 
 /* Ends every registration of the arena now, on all its rails, live blocks and leases or not; the next key registers anew. For
  * a resource that is about to go, such as a protection domain. A transfer under way is not waited for, and a lease taken before
- * keeps nothing registered. The first error of a registrar is returned: its region is still registered. -EDEADLK: called from
- * inside a registrar; -ECHILD. */
+ * keeps nothing registered; nothing is registered ahead before something is used again. The first error of a registrar is
+ * returned: its region is still registered. -EDEADLK: called from inside a registrar or subscriber; -ECHILD. */
 JEMHOOKS_API int jemhooks_revoke(jemhooks_arena *arena);
 
 typedef struct jemhooks_region_info {

@@ -115,7 +115,7 @@ void jh_face_get_stats(const jh_face *face, jh_face_stats *stats);
 int jh_face_key(uintptr_t address, jemhooks_key *key);
 int jh_face_rail_key(uintptr_t address, unsigned rail, jemhooks_key *key);
 uint64_t jh_face_packed_keys(uintptr_t address);
-int jh_face_packed_key(uintptr_t address, unsigned rail, const void **bytes, size_t *length);
+int jh_face_packed_key(uintptr_t address, unsigned rail, void *buffer, size_t *length);
 int jh_face_lease(uintptr_t address, jemhooks_key *key);
 int jh_face_unlease(uintptr_t address);
 int jh_face_region(uintptr_t address, jemhooks_region_info *info, uintptr_t *user, uintptr_t *arena);

@@ -167,8 +167,8 @@ uint64_t jh_face_packed_keys(uintptr_t address) {
     return k.rkey << 32 | k.lkey;
 }
 
-int jh_face_packed_key(uintptr_t address, unsigned rail, const void **bytes, size_t *length) {
-    return jemhooks_packed_key((const void *)address, rail, bytes, length);
+int jh_face_packed_key(uintptr_t address, unsigned rail, void *buffer, size_t *length) {
+    return jemhooks_copy_packed_key((const void *)address, rail, buffer, length);
 }
 
 int jh_face_lease(uintptr_t address, jemhooks_key *key) {

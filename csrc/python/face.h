@@ -48,7 +48,7 @@ int jh_face_rail_key(uintptr_t address, unsigned rail, jemhooks_key *key);
 /* rkey << 32 | lkey, registering where needed. UINT64_MAX: failed, recorded, with errno; UINT64_MAX - 1: the keys do not fit
  * into 32 bits each. */
 uint64_t jh_face_packed_keys(uintptr_t address);
-int jh_face_packed_key(uintptr_t address, unsigned rail, const void **bytes, size_t *length);
+int jh_face_packed_key(uintptr_t address, unsigned rail, void *buffer, size_t *length);
 int jh_face_lease(uintptr_t address, jemhooks_key *key);
 int jh_face_unlease(uintptr_t address);
 /* Of the region at the address, as of now. -ENOENT; -EAGAIN: it is just changing. *user: its 64 bytes of metadata; *arena:

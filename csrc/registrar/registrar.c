@@ -8,7 +8,6 @@
 
 #include <pthread.h>
 #include <stdbool.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -61,10 +60,8 @@ int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_regis
     if (!kind || !registrar || !*kind || strspn(kind, "abcdefghijklmnopqrstuvwxyz") != strlen(kind))
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "registrar: '%s' is not a kind; kinds are lower-case words such as "
                        "null, uring and fabric", kind ? kind : "(NULL)");
-    char module[64];
-    snprintf(module, sizeof module, "registrar_%s", kind);
     jemhooks_module_open *open_module;
-    *(void **)&open_module = jh_module_symbol(module, JEMHOOKS_MODULE_SYMBOL);
+    *(void **)&open_module = jh_module_symbol("registrar", kind, JEMHOOKS_MODULE_SYMBOL);
     if (!open_module) return -errno;
     const jemhooks_registrar_ops *ops = NULL;
     void *self = NULL;

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any, NamedTuple
 
 from .._native import check, ffi, lib
-from ..errors import ClosedError, ConfigError
+from ..errors import ClosedError, ConfigError, ForkError
 from ..sizes import ranged
 from .base import NativeRegistrar
 
@@ -54,7 +55,9 @@ class Ucx(NativeRegistrar):
         config.context = ffi.NULL if context is None else ffi.cast("struct ucp_context *", _handle(context))
         self._context = context
         self._arenas: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._own = context is None
         super().__init__("ucx", config)
+        self._kept = None if self._own else self._pointer  # for detach(), which is good after close(), too
 
     def info(self) -> UcxInfo:
         """The context, UCX's version, whether the context is jemhooks' own, whether it is shared by threads."""
@@ -69,13 +72,18 @@ class Ucx(NativeRegistrar):
         self._arenas.add(arena)
 
     def detach(self) -> None:
-        """End every registration with the context, leased or not: it is about to go. Later keys raise.
+        """End every registration with your context, leased or not: it is about to go. Later keys raise. Idempotent.
 
-        :raises RegistrationError: a registration could not be ended. :raises TransferError: another thread has just
-            registered a region; detach again. :raises TransferError: the context is jemhooks' own.
+        :raises ConfigError: the context is jemhooks' own. :raises RegistrationError: a registration could not be ended.
+        :raises TransferError: another thread has just registered a region; detach again. :raises ForkError:
         """
-        pointer = self._open()
+        if self._pid != os.getpid():
+            raise ForkError("registrar ucx was opened before the fork; leave its context alone in this process")
+        if self._own:
+            raise ConfigError("the context is jemhooks' own; close the registrar instead")
+        if self._kept is None:
+            return
         for arena in list(self._arenas):
             arena._revoke()
-        check(lib.jemhooks_ucx_detach(pointer))
-        self._context = None
+        check(lib.jemhooks_ucx_detach(self._kept))
+        self._context = self._kept = None

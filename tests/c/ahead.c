@@ -141,6 +141,24 @@ static void within_budget(void) {
     jemhooks_registrar_close(null);
 }
 
+/* A budget that two rails share: what it has no room for is not even mapped. */
+static void two_rails(void) {
+    jemhooks_registrar *rail[2] = {null_open(NULL), null_open(NULL)};
+    jemhooks_budget *budget;
+    MUST(jemhooks_budget_create(JEMHOOKS_UNLIMITED, 3, &budget));
+    for (int i = 0; i < 2; i++) MUST(jemhooks_registrar_set_budget(rail[i], budget));
+    jemhooks_config c = config_with(rail, JEMHOOKS_EAGER);
+    c.registrar_count = 2;
+    jemhooks_arena *arena = arena_of(&c);
+    char *p = must_have(jemhooks_alloc(arena, 64), "block");
+    for (int i = 0; i < 10; i++) MUST(jemhooks_wait_ready(arena));
+    CHECK("budget", stats_of(arena).regions <= 2, "%zu regions are mapped, and one can be registered", (size_t)stats_of(arena).regions);
+    MUST(jemhooks_free(p));
+    arena_end(arena);
+    for (int i = 0; i < 2; i++) jemhooks_registrar_close(rail[i]);
+    jemhooks_budget_close(budget);
+}
+
 /* What cannot be registered ahead is an error of whoever uses it, and only his. */
 static void refused_ahead(void) {
     jemhooks_null_config n = JEMHOOKS_NULL_CONFIG_INIT;
@@ -277,6 +295,24 @@ static void forked(void) {
     jemhooks_registrar_close(null);
 }
 
+static void make_another(void *self, const jemhooks_event *event) {
+    (void)event;
+    jemhooks_config c = config_with(NULL, JEMHOOKS_NONE);
+    jemhooks_arena *another;
+    if (!jemhooks_arena_create(&c, &another)) *(jemhooks_arena **)self = another;
+}
+
+/* exit() while a subscriber on the arena's thread makes such an arena itself. */
+static void exit_in_subscriber(void) {
+    static jemhooks_arena *another;
+    jemhooks_registrar *null = null_open(NULL);
+    jemhooks_subscription *s;
+    MUST(jemhooks_subscribe(NULL, JEMHOOKS_ON_REGISTER, make_another, &another, &s));
+    jemhooks_config c = config_with(&null, JEMHOOKS_EAGER);
+    arena_of(&c);
+    exit(anything_violated());
+}
+
 /* exit() with arenas at work, in the parent of such a child and in the child. Runs in processes of its own. */
 static void exit_now(void) {
     jemhooks_registrar *null = null_open(NULL);
@@ -296,6 +332,7 @@ static void fork_and_exit(void) {
 static void exits(void) {
     for (int i = 0; i < 10; i++) {
         in_child("exit", exit_now);
+        in_child("exit", exit_in_subscriber);
         in_child("exit", fork_and_exit);
     }
 }
@@ -305,6 +342,7 @@ int main(int argc, char **argv) {
                                       {"zeroes", zeroes},
                                       {"without_registrar", without_registrar},
                                       {"within_budget", within_budget},
+                                      {"two_rails", two_rails},
                                       {"refused_ahead", refused_ahead},
                                       {"bad_configs", bad_configs},
                                       {"expires", expires},

@@ -3,7 +3,9 @@
  * Concurrency: `leaving` and `many` run threads, which share atomics and what a mutex guards.                        */
 #include "check.h"
 
+#include <sched.h>
 #include <sys/mman.h>
+#include <time.h>
 
 /* ---- what a subscriber has seen ---------------------------------------------------------------------------------- */
 
@@ -295,6 +297,97 @@ static void leaving(void) {
     jemhooks_registrar_close(null);
 }
 
+/* ---- calls from inside ------------------------------------------------------------------------------------------- */
+
+static void use_the_ending(void *self, const jemhooks_event *e) {
+    jemhooks_key key;
+    const void *p = (const void *)(uintptr_t)e->base;
+    int rc = jemhooks_get_key(p, &key);
+    CHECK("ending", rc == -EDEADLK, "the key of a region that is being unmapped gave %d", rc);
+    rc = jemhooks_lease(p, NULL);
+    CHECK("ending", rc == -EDEADLK, "a lease on a region that is being unmapped gave %d", rc);
+    ++*(int *)self;
+}
+
+/* Nothing is registered that is about to be unmapped. */
+static void ending(void) {
+    int told = 0;
+    jemhooks_registrar *null = null_open(NULL);
+    jemhooks_arena *arena = small_pages(null);
+    jemhooks_subscription *s;
+    MUST(jemhooks_subscribe(arena, JEMHOOKS_ON_UNMAP, use_the_ending, &told, &s));
+    MUST(jemhooks_free(must_have(jemhooks_alloc(arena, MIB), "block")));
+    arena_end(arena);
+    MUST(jemhooks_unsubscribe(s));
+    CHECK("ending", told && !null_stats(null).live, "told %d times, %zu registrations are left", told, (size_t)null_stats(null).live);
+    jemhooks_budget_info budget = {.size = sizeof budget};
+    MUST(jemhooks_budget_get(jemhooks_registrar_budget(null), &budget));
+    CHECK("ending", !budget.registered && !budget.regions, "%zu bytes are still charged", (size_t)budget.registered);
+    jemhooks_registrar_close(null);
+}
+
+static jemhooks_provider *taken;
+static void use_the_library(void *self, const jemhooks_event *e) {
+    (void)e;
+    jemhooks_subscription *s;
+    jemhooks_config config = JEMHOOKS_CONFIG_INIT;
+    jemhooks_arena *arena;
+    int told = 0;
+    MUST(jemhooks_subscribe(NULL, JEMHOOKS_ON_UNMAP, use_the_ending, &told, &s));
+    *(jemhooks_subscription **)self = s;
+    config.provider = taken;
+    config.policy = JEMHOOKS_NONE;
+    CHECK("inside", jemhooks_arena_create(&config, &arena) < 0, "two arenas live in one fixed range");
+    config.provider = NULL;
+    MUST(jemhooks_arena_create(&config, &arena));
+    CHECK("inside", jemhooks_arena_destroy(arena) == -EDEADLK, "a subscriber destroyed an arena");
+    MUST(jemhooks_free(must_have(jemhooks_alloc(arena, 100), "block")));
+}
+
+static void inside(void) {
+    jemhooks_registrar *null = null_open(NULL);
+    taken = fixed_range(map_aligned(SLOT, PROT_READ | PROT_WRITE), SLOT, true, true);
+    jemhooks_arena *owner = arena_on(taken, NULL, 0), *arena = small_pages(null);
+    jemhooks_subscription *s, *made = NULL;
+    MUST(jemhooks_subscribe(arena, JEMHOOKS_ON_REGISTER, use_the_library, &made, &s));
+    char *p = must_have(jemhooks_alloc(arena, MIB), "block");
+    jemhooks_key key;
+    MUST(jemhooks_get_key(p, &key));
+    MUST(jemhooks_unsubscribe(s));
+    MUST(jemhooks_unsubscribe(made));
+    MUST(jemhooks_free(p));
+    arena_end(arena);
+    arena_end(owner);
+    jemhooks_provider_close(taken);
+    jemhooks_registrar_close(null);
+}
+
+static void slow(void *self, const jemhooks_event *e) {
+    (void)self, (void)e;
+    nanosleep(&(struct timespec){0, 300000}, NULL);
+}
+
+/* Others' events, however many and slow, keep no arena from ending and nobody from leaving. */
+static void unrelated(void) {
+    jemhooks_registrar *null = null_open(NULL);
+    jemhooks_arena *arena = small_pages(null);
+    jemhooks_subscription *s, *other;
+    pthread_t thread[6];
+    atomic_store(&stop, 0);
+    MUST(jemhooks_subscribe(arena, JEMHOOKS_ON_DECOMMIT, slow, NULL, &s));
+    for (int i = 0; i < 6; i++) thread[i] = start_thread(churn, arena);
+    for (int i = 0; i < 50; i++) {
+        MUST(jemhooks_subscribe(arena, JEMHOOKS_ON_DECOMMIT, slow, NULL, &other));
+        arena_end(small_pages(NULL));
+        MUST(jemhooks_unsubscribe(other));
+    }
+    atomic_store(&stop, 1);
+    for (int i = 0; i < 6; i++) join_thread(thread[i]);
+    MUST(jemhooks_unsubscribe(s));
+    arena_end(arena);
+    jemhooks_registrar_close(null);
+}
+
 /* Of the arena it asked for only, even where another one is made at the address of that. */
 static void one_arena(void) {
     static diary d;
@@ -362,6 +455,9 @@ int main(int argc, char **argv) {
                                       {"failed_end", failed_end},
                                       {"complete", complete},
                                       {"leaving", leaving},
+                                      {"ending", ending},
+                                      {"inside", inside},
+                                      {"unrelated", unrelated},
                                       {"one_arena", one_arena},
                                       {"forked", forked},
                                       {"bad_calls", bad_calls},

@@ -125,7 +125,7 @@ int jh_tcache_make(jh_heap *heap) {
     pthread_mutex_lock(&lock);
     entry->serial = atomic_load(&heap->serial);
     entry->flags = flags;
-    if (c && !je_mallctl("tcache.create", &c->id, &size, NULL, 0)) {
+    if (c && !heap->space->uncached && !je_mallctl("tcache.create", &c->id, &size, NULL, 0)) {
         *c = (jh_tcache){heap, t, c->id, heap->caches, t->caches};
         heap->caches = t->caches = c;
         entry->flags = MALLOCX_ARENA(shard->index) | MALLOCX_TCACHE(c->id);
