@@ -29,12 +29,21 @@ static void dump(void *context, ucs_rcache_t *cache, ucs_rcache_region_t *region
     snprintf(text, size, "test");
 }
 
+#if UCP_API_VERSION >= UCP_VERSION(1, 18)
+static void merge(void *context, ucs_rcache_t *cache, void *arg, ucs_rcache_region_t *region) {
+    (void)context, (void)cache, (void)arg, (void)region;
+}
+#endif
+
 static ucs_rcache_t *cache_new(void) {
     static ucs_rcache_ops_t ops = {.mem_reg = reg, .mem_dereg = dereg, .dump_region = dump};
     ucs_rcache_params_t params = {.region_struct_size = sizeof(ucs_rcache_region_t), .ucm_events = UCM_EVENT_VM_UNMAPPED,
                                   .ucm_event_priority = 1000, .ops = &ops, .max_regions = ULONG_MAX, .max_size = SIZE_MAX,
                                   .max_unreleased = SIZE_MAX};
     ucs_rcache_t *cache = NULL;
+#if UCP_API_VERSION >= UCP_VERSION(1, 18)
+    ops.merge = merge;
+#endif
 #if UCP_API_VERSION < UCP_VERSION(1, 17)
     params.alignment = UCS_RCACHE_MIN_ALIGNMENT;
     params.max_alignment = PAGE;
