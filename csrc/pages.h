@@ -26,8 +26,8 @@ int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *base, size_t l
 void jh_pages_fini(jh_pages *p);
 
 /* The rest needs `lock` held. Ranges are in pages from base. */
-/* jemalloc starts to use these pages: clears those of them that are stale and were promised to be zero. Counts by bits, not lengths: pages may be
- * committed already. */
+/* jemalloc starts to use these pages: clears those of them that are stale and were promised to be zero. Counts by bits, not
+ * lengths: pages may be committed already. */
 void jh_pages_commit(jh_pages *p, size_t first, size_t n);
 /* jemalloc is done with these pages: their bytes are old now. */
 void jh_pages_decommit(jh_pages *p, size_t first, size_t n);

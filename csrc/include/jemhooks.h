@@ -203,8 +203,8 @@ typedef struct jemhooks_event {
     jemhooks_arena *arena;
 } jemhooks_event;
 
-/* Called on the thread that causes the event, several at once; it must not fork. Told of on_map and on_decommit it runs inside the allocator: it
- * must neither allocate, nor call this library, nor wait for anyone who does. Told of the others it may do both, but a key in
+/* Called on the thread that causes the event, several at once; it must not fork. Told of on_map and on_decommit it runs inside
+ * the allocator: it must neither allocate, nor call this library, nor wait for anyone who does. Told of the others it may do both, but a key in
  * a region that is in work fails with -EDEADLK, and so do destroying an arena and unsubscribing. */
 typedef void jemhooks_subscriber(void *self, const jemhooks_event *event);
 typedef struct jemhooks_subscription jemhooks_subscription;

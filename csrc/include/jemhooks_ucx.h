@@ -9,8 +9,8 @@
  * A context that is passed in
  *   - must outlive the registrations: call jemhooks_revoke() on each arena and jemhooks_ucx_detach() before ucp_cleanup(),
  *     which crashes otherwise;
- *   - should be made with mt_workers_shared = 1. If it is not, UCX (1.14 and later) has no lock around registrations: then
- *     nobody else may use the context while this library registers or deregisters;
+ *   - should be made with mt_workers_shared = 1. If it is not, UCX has no lock around registrations (1.18; 1.13 has one):
+ *     then nobody else may use the context while this library registers or deregisters;
  *   - should have RCACHE_ENABLE=n. If it has not, UCX keeps its registration after ours has ended, and is told to drop it,
  *     which it does at its next registration.
  *
