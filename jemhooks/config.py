@@ -96,5 +96,7 @@ def arena_config(
     config.idle_ttl_ms, config.evict = _ttl(idle_ttl), _one_of(name, "evict", evict, _EVICT)
     config.prepare = _one_of(name, "prepare", prepare, _PREPARE)
     config.zero_on_free = _one_of(name, "zero_on_free", zero_on_free, _ZERO_ON_FREE)
-    config.rotate_keys = bool(rotate_keys)
+    if not isinstance(rotate_keys, bool):
+        raise ConfigError(f"arena '{name}': rotate_keys {rotate_keys!r} is not True or False")
+    config.rotate_keys = rotate_keys
     return config

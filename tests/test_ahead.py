@@ -200,7 +200,9 @@ def test_keys_end_with_their_data(null: jh.Null) -> None:
         assert null.stats().live == 0, "the region of an ended lease is still registered"
 
 
-@pytest.mark.parametrize("wrong", [{"prepare": "now"}, {"zero_on_free": True}, {"prepare": None}])
+@pytest.mark.parametrize(
+    "wrong", [{"prepare": "now"}, {"zero_on_free": True}, {"prepare": None}, {"rotate_keys": "no"}]
+)
 def test_bad_arguments(null: jh.Null, wrong: dict[str, Any]) -> None:
     with pytest.raises(jh.ConfigError, match=next(iter(wrong))):
         jh.Arena(null, **wrong)
