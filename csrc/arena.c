@@ -56,7 +56,7 @@ static int check_own(const jemhooks_arena *a) {
                            "process", a->name, s->rails.registrar[i]->ops.name);
     if (jh_frozen(s->provider->epoch))
         return jh_fail(JEMHOOKS_ERROR_FORK, ECHILD, "arena '%s': its %s provider was made before the fork; make one in this "
-                       "process", a->name, s->provider->ops->name);
+                       "process", a->name, s->provider->ops.name);
     return 0;
 }
 
@@ -68,7 +68,7 @@ static int arena_open(jemhooks_arena *a, jemhooks_config *c) {
         return jh_fail(JEMHOOKS_ERROR_MEMORY, -rc, "arena '%s': cannot reserve 1 GiB of address space for the page map: %s; raise "
                        "the limit on %s", a->name, strerror(-rc), rc == -EAGAIN ? "locked memory (ulimit -l), or use mlockall() "
                        "with MCL_ONFAULT" : "address space (ulimit -v)");
-    if (s->provider->ops->move_in && (rc = s->provider->ops->move_in(s->provider))) return rc;
+    if ((rc = jh_provider_enter(s->provider, a->name, &s->tenant))) return rc;
     if (!(rc = jh_space_open(s))) {
         c->region_max = s->region_max;
         if (!(rc = jh_space_map_whole(s)) && !(rc = jh_heap_create(s, c, &a->heap))) {
@@ -79,7 +79,7 @@ static int arena_open(jemhooks_arena *a, jemhooks_config *c) {
         }
         jh_space_close(s);
     }
-    if (s->provider->ops->move_out) s->provider->ops->move_out(s->provider);
+    jh_provider_leave(s->provider, s->tenant);
     return rc;
 }
 
@@ -172,7 +172,7 @@ int jemhooks_arena_destroy(jemhooks_arena *a) {
     }
     jh_prepare_end(&a->space);
     rc = jh_space_close(&a->space);
-    if (a->space.provider->ops->move_out) a->space.provider->ops->move_out(a->space.provider);
+    jh_provider_leave(a->space.provider, a->space.tenant);
     arena_free(a);
     return rc == -EBUSY || rc == -ECHILD || rc == -EDEADLK ? -EIO : rc; /* those mean that the arena is still there */
 }
@@ -199,11 +199,19 @@ static void *refused(const char *call, jemhooks_arena *a, size_t size) {
                 "at most %zu bytes, the allocator's rounding included", call, size, a->name, s->region_limit);
     else if (s->provider->regions)
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no room for %zu bytes in arena '%s': its %s memory has %zu bytes in regions of at most "
-                "%zu, of which %zu are in use; free blocks or give it more", call, size, a->name, s->provider->ops->name,
+                "%zu, of which %zu are in use; free blocks or give it more", call, size, a->name, s->provider->ops.name,
                 s->provider->whole, s->provider->largest, jh_space_committed(s));
+    else if (s->provider->whole && err == ENOMEM)
+        jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no room for %zu bytes in arena '%s': the %zu bytes of its %s memory are shared, and no "
+                "free range is long enough; free blocks, destroy another arena, or give it more", call, size, a->name,
+                s->provider->whole, s->provider->ops.name);
+    else if (err == ENOSPC)
+        jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no memory for %zu bytes in arena '%s' (%zu bytes mapped): the %s provider has no "
+                "space left; %s, and this arena goes on", call, size, a->name, (size_t)atomic_load(&s->mapped), s->provider->ops.name,
+                s->provider->page > JH_PAGE ? "reserve huge pages (vm.nr_hugepages)" : "make room in its file system");
     else
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no memory for %zu bytes in arena '%s' (%zu bytes mapped): the %s provider "
-                "%s%s%s", call, size, a->name, (size_t)atomic_load(&s->mapped), s->provider->ops->name,
+                "%s%s%s", call, size, a->name, (size_t)atomic_load(&s->mapped), s->provider->ops.name,
                 err ? "failed with " : "was not asked (the thread may be exiting)", err ? strerror(err) : "",
                 s->provider->page > JH_PAGE ? "; reserve huge pages (vm.nr_hugepages) or use ordinary ones"
                                             : "; free memory, or raise the limits (ulimit -v, vm.max_map_count)");

@@ -43,6 +43,14 @@ int jh_config_check(const char *name, const jemhooks_config *c) {
     if (c->prepare != JEMHOOKS_PREPARE_NOTHING && c->prepare != JEMHOOKS_PREPARE_AHEAD)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': prepare %d is not JEMHOOKS_PREPARE_NOTHING or _AHEAD", name,
                        c->prepare);
+    for (unsigned i = 0; i < c->registrar_count && c->provider && c->policy != JEMHOOKS_NONE; i++) {
+        int pins = c->registrars[i]->ops.pins;
+        if (pins && c->provider->ops.flags & JEMHOOKS_NOT_PINNABLE && !(pins == 2 && c->access & JEMHOOKS_ON_DEMAND))
+            return jh_fail(JEMHOOKS_ERROR_CONFIG, EOPNOTSUPP, "arena '%s': registrar %s pins memory for long, which the kernel refuses "
+                           "for this %s memory (a file that is not on tmpfs); use memfd, anonymous or devdax memory, a registrar that does "
+                           "not pin%s", name, c->registrars[i]->ops.name, c->provider->ops.name,
+                           pins == 2 ? ", or access on_demand" : "");
+    }
     for (unsigned i = 0; i < c->registrar_count && c->prepare; i++)
         if (c->registrars[i]->ops.not_in_free)
             return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': registrar %s runs only on the threads that call this library, "
@@ -93,7 +101,7 @@ int jh_space_fit(jh_space *s) {
         if (limits.max_mr_size && most < least)
             return jh_fail(JEMHOOKS_ERROR_CONFIG, E2BIG, "arena '%s': registrar %s registers at most %zu bytes at a time, and "
                            "regions of this %s provider have at least %zu", s->rails.name, g->ops.name, (size_t)limits.max_mr_size,
-                           s->provider->ops->name, least);
+                           s->provider->ops.name, least);
         if (limits.max_mr_size && most < s->region_limit) s->region_limit = most;
     }
     if (s->region_max > s->region_limit) s->region_max = s->region_limit;

@@ -46,11 +46,13 @@ static void set_committed(jh_pages *p, size_t n) {
     __atomic_store_n(&p->committed, n, __ATOMIC_RELAXED);
 }
 
-int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *base, size_t length) {
-    size_t words = (length / JH_PAGE + WORD - 1) / WORD;
+int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *tenant, const jemhooks_mapping *mapping) {
+    size_t words = (mapping->length / JH_PAGE + WORD - 1) / WORD;
     p->provider = provider;
-    p->base = base;
-    p->count = length / JH_PAGE;
+    p->tenant = tenant;
+    p->mapping = *mapping;
+    p->base = mapping->base;
+    p->count = mapping->length / JH_PAGE;
     set_committed(p, 0);
     p->committed_bits = p->inline_bits;
     memset(p->inline_bits, 0, sizeof p->inline_bits);
@@ -61,7 +63,7 @@ int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *base, size_t l
     }
     p->stale_bits = p->committed_bits + words;
     p->promised_bits = p->stale_bits + words;
-    if (!provider->fresh_is_zero) change(p->stale_bits, 0, p->count, true);
+    if (!mapping->zero) change(p->stale_bits, 0, p->count, true);
     return -pthread_mutex_init(&p->lock, NULL);
 }
 
@@ -82,6 +84,12 @@ static bool next_to_clear(const jh_pages *p, size_t *a, size_t *b, size_t end) {
         return true;
     }
     return false;
+}
+
+int jh_pages_reserve(jh_pages *p, size_t first, size_t n) {
+    const jemhooks_provider_ops *ops = &p->provider->ops;
+    if (!ops->reserve) return 0;
+    return ops->reserve(p->provider->self, p->tenant, &p->mapping, first * JH_PAGE, n * JH_PAGE);
 }
 
 void jh_pages_commit(jh_pages *p, size_t first, size_t n) {
@@ -116,16 +124,21 @@ void jh_pages_mark_uncommitted(jh_pages *p) {
         p->stale_bits[w] |= ~p->committed_bits[w] & mask(w, 0, p->count);
 }
 
+/* Gives back pages [a, b); did they go? */
+static bool given_back(const jh_pages *p, size_t a, size_t b) {
+    const jemhooks_provider_ops *ops = &p->provider->ops;
+    return !ops->give_back(p->provider->self, p->tenant, &p->mapping, a * JH_PAGE, (b - a) * JH_PAGE);
+}
+
 void jh_pages_give_back(jh_pages *p, size_t first, size_t n) {
-    bool (*give_back)(jemhooks_provider *, void *, size_t) = p->provider->ops->give_back;
-    if (!give_back) return;
+    if (!p->provider->ops.give_back) return;
     if (!p->committed) {
-        if (give_back(p->provider, p->base, p->count * JH_PAGE)) change(p->stale_bits, 0, p->count, false);
+        if (given_back(p, 0, p->count)) change(p->stale_bits, 0, p->count, false);
         return;
     }
     for (size_t end = first + n, a = first, b; (a = seek(p->stale_bits, a, end, true)) < end; a = b) {
         b = seek(p->stale_bits, a, end, false);
         JH_PAUSE(give_back);
-        if (give_back(p->provider, p->base + a * JH_PAGE, (b - a) * JH_PAGE)) change(p->stale_bits, a, b, false);
+        if (given_back(p, a, b)) change(p->stale_bits, a, b, false);
     }
 }

@@ -11,6 +11,8 @@ enum { JH_BITMAPS = 3 };
 typedef struct jh_pages {
     pthread_mutex_t lock; /* short: its holder clears memory or calls madvise, no more; hooks take it */
     jemhooks_provider *provider;
+    void *tenant;         /* of the provider      */
+    jemhooks_mapping mapping;
     char *base;
     size_t count;         /* pages of 4 KiB                                           */
     size_t committed;     /* how many bits are set in committed_bits; may be read unlocked, atomically */
@@ -21,12 +23,14 @@ typedef struct jh_pages {
     uint64_t inline_bits[JH_BITMAPS]; /* all bitmaps of a region of up to 64 pages                 */
 } jh_pages;
 
-/* Everything uncommitted; stale unless the provider's fresh pages are zero. 0 or -ENOMEM. Hooks may call it. */
-int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *base, size_t length);
+/* Everything uncommitted; stale unless the mapping reads as zero. 0 or -ENOMEM. Hooks may call it. */
+int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *tenant, const jemhooks_mapping *mapping);
 void jh_pages_fini(jh_pages *p);
 
 /* The rest needs `lock` held. Ranges are in pages from base. */
-/* jemalloc starts to use these pages: clears those of them that are stale and were promised to be zero. Counts by bits, not
+/* Sees to it that these pages can be touched. 0 or -errno: the provider has no room for them. */
+int jh_pages_reserve(jh_pages *p, size_t first, size_t n);
+/* jemalloc starts to use these pages, which are reserved: clears those of them that are stale and were promised to be zero. Counts by bits, not
  * lengths: pages may be committed already. */
 void jh_pages_commit(jh_pages *p, size_t first, size_t n);
 /* jemalloc is done with these pages: their bytes are old now. */

@@ -80,17 +80,29 @@ static int enter(jh_region *r, void *base, size_t length) {
     return 0;
 }
 
-/* Maps a region of at least `length` bytes; all of it is one gap, which nobody carves from yet. NULL with space.map_error. */
-static jh_gap *region_open(jh_space *s, size_t length, size_t alignment) {
+/* Once pages could not be had, a region is taken only with all of its pages: else the allocator would ask for one after the other. */
+static int reserve_new(jh_space *s, jh_pages *p) {
+    if (!atomic_load(&s->starved)) return 0;
+    int rc = jh_pages_reserve(p, 0, p->count);
+    if (!rc) atomic_store(&s->starved, false);
+    return rc;
+}
+
+/* A region of at least `length` bytes, or the given one; all of it is one gap, which nobody carves from yet. NULL with
+ * space.map_error. */
+static jh_gap *region_open(jh_space *s, size_t length, size_t alignment, const jemhooks_mapping *given) {
+    jemhooks_mapping m = {.length = length};
     int err = ENOMEM;
     jh_gap *gap = jh_pool_take_gap();
     if (!gap) goto no_gap;
     jh_region *r = jh_pool_take_region();
     if (!r) goto no_struct;
-    void *base = s->provider->ops->map(s->provider, &length, alignment);
-    err = errno;
-    if (!base) goto not_mapped;
-    if ((err = -jh_pages_init(&r->registration.pages, s->provider, base, length))) goto no_pages;
+    if (given) m = *given;
+    else if ((err = -jh_provider_map(s->provider, s->tenant, alignment, &m))) goto not_mapped;
+    void *base = m.base;
+    length = m.length;
+    if ((err = -jh_pages_init(&r->registration.pages, s->provider, s->tenant, &m))) goto no_pages;
+    if ((err = -reserve_new(s, &r->registration.pages))) goto not_reserved;
     r->space = s;
     atomic_store(&r->inner, 0);
     r->registration.rails = &s->rails;
@@ -109,9 +121,10 @@ static jh_gap *region_open(jh_space *s, size_t length, size_t alignment) {
 
 not_entered:
     publish(r, JEMHOOKS_UNMAPPED, NULL, 0);
+not_reserved:
     jh_pages_fini(&r->registration.pages);
 no_pages:
-    s->provider->ops->unmap(s->provider, base, length);
+    if (!given) jh_provider_unmap(s->provider, s->tenant, &m);
 not_mapped:
     jh_pool_return_region(r);
 no_struct:
@@ -152,7 +165,7 @@ static void region_close(jh_region *r) {
     publish(r, JEMHOOKS_UNMAPPED, NULL, 0);
     jh_claim_over();
     jh_pages_fini(&r->registration.pages);
-    r->space->provider->ops->unmap(r->space->provider, base, length);
+    jh_provider_unmap(r->space->provider, r->space->tenant, &r->registration.pages.mapping);
     jh_pool_return_region(r);
 }
 
@@ -189,7 +202,7 @@ int jh_space_open(jh_space *s) {
 
 int jh_space_map_whole(jh_space *s) {
     size_t n = 0;
-    while (n < s->provider->regions && offer(s, region_open(s, 0, JH_PAGE))) n++;
+    while (n < s->provider->regions && offer(s, region_open(s, 0, JH_PAGE, &s->provider->region[n]))) n++;
     if (n == s->provider->regions) return 0;
     int err = atomic_load(&s->map_error);
     const char *why = err == EEXIST ? "it overlaps another region; it must lie outside of it, or in one live block of it and have "
@@ -197,7 +210,7 @@ int jh_space_map_whole(jh_space *s) {
                       : err == EADDRINUSE ? "its registrar failed to deregister it earlier, so a device may still reach it"
                                           : strerror(err);
     return jh_fail(JEMHOOKS_ERROR_PROVIDER, err, "arena '%s': %s range %zu of %zu (%zu bytes in all) cannot be a region: %s",
-                   s->rails.name, s->provider->ops->name, n + 1, s->provider->regions, s->provider->whole, why);
+                   s->rails.name, s->provider->ops.name, n + 1, s->provider->regions, s->provider->whole, why);
 }
 
 int jh_space_close(jh_space *s) {
@@ -296,7 +309,7 @@ bool jh_space_wants(jh_space *s, jh_gap **unready) {
 }
 
 jh_gap *jh_space_map(jh_space *s) {
-    return region_open(s, s->region_max, JH_SLOT);
+    return region_open(s, s->region_max, JH_SLOT, NULL);
 }
 
 void jh_space_offer(jh_space *s, jh_gap *whole) {
@@ -310,24 +323,42 @@ void jh_space_offer(jh_space *s, jh_gap *whole) {
 /* A new region for an extent of `size` bytes. jemalloc's own growing steps are regions as they are. Smaller exact extents
  * come with opt.retain off, and on any jemalloc once a step was refused: they share regions, unless memory is short. */
 static bool grow(jh_space *s, size_t size, size_t alignment) {
+    size_t least = alignment;
     if (alignment < JH_SLOT) alignment = JH_SLOT;
-    if (size < s->growth && offer(s, region_open(s, s->growth, alignment))) {
+    if (size < s->growth && offer(s, region_open(s, s->growth, alignment, NULL))) {
         s->growth = s->growth * 2 < s->region_max ? s->growth * 2 : s->region_max;
         return true;
     }
-    return offer(s, region_open(s, size, alignment));
+    if (offer(s, region_open(s, size, alignment, NULL))) return true;
+    return s->provider->whole && !s->provider->regions && offer(s, region_open(s, size, least, NULL)); /* the last crumbs */
 }
 
-/* Takes pages into use; pages.lock is taken here. */
-static void commit_pages(jh_region *r, size_t first, size_t n) {
+/* Takes pages into use; pages.lock is taken here. False: there are none. */
+static bool commit_pages(jh_region *r, size_t first, size_t n) {
     jh_registration *g = &r->registration;
     pthread_mutex_lock(&g->pages.lock);
+    int err = -jh_pages_reserve(&g->pages, first, n);
+    if (err) {
+        pthread_mutex_unlock(&g->pages.lock);
+        atomic_store(&r->space->map_error, err);
+        atomic_store(&r->space->starved, true);
+        return false;
+    }
     if (!g->pages.committed && jh_state(g->hot) == JEMHOOKS_REGISTERED) {
         bool prepared = atomic_fetch_and(&g->pin.unused_since, ~JH_UNUSED_YET) & JH_UNUSED_YET;
         if (!prepared) atomic_fetch_add(&g->rails->hits, 1);
     }
     jh_pages_commit(&g->pages, first, n);
     pthread_mutex_unlock(&g->pages.lock);
+    return true;
+}
+
+/* [at, at + size) of r is a gap again. */
+static void uncarve(jh_region *r, size_t at, size_t size) {
+    jh_gap *gap = jh_pool_take_gap();
+    if (!gap) return; /* then it is lost to this arena, as long as it lives */
+    *gap = (jh_gap){NULL, r, at, at + size};
+    jh_space_offer(r->space, gap);
 }
 
 /* Hands out [at, at + size) of r, which the caller has just carved. */
@@ -341,8 +372,9 @@ static void *extent(jh_region *r, size_t at, size_t size, bool *zero, bool *comm
     *zero = *zero || (may && !jh_pages_any_stale(pages, first, n));
     jh_pages_promise(pages, first, n, *zero);
     pthread_mutex_unlock(&pages->lock);
-    if (*commit) commit_pages(r, first, n);
-    return pages->base + at;
+    if (!*commit || commit_pages(r, first, n)) return pages->base + at;
+    uncarve(r, at, size);
+    return NULL;
 }
 
 /* Can [*at, *at + size) be carved from the gap? */
@@ -417,8 +449,8 @@ void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, boo
     return found ? extent(r, at, size, zero, commit) : NULL;
 }
 
-void jh_region_commit(jh_region *r, void *address, size_t length) {
-    commit_pages(r, (size_t)((char *)address - r->registration.pages.base) / JH_PAGE, length / JH_PAGE);
+bool jh_region_commit(jh_region *r, void *address, size_t length) {
+    return commit_pages(r, (size_t)((char *)address - r->registration.pages.base) / JH_PAGE, length / JH_PAGE);
 }
 
 void jh_region_decommit(jh_region *r, void *address, size_t length) {

@@ -22,6 +22,7 @@ typedef struct jh_gap {
 typedef struct jh_space {
     jemhooks_arena *arena;
     jemhooks_provider *provider;
+    void *tenant;                 /* what the provider keeps for this arena                       */
     jh_rails rails;
     size_t region_max;            /* the growth of regions ends here; larger extents get their own */
     size_t region_limit;          /* no region is larger: what the registrars accept; SIZE_MAX: any */
@@ -31,6 +32,7 @@ typedef struct jh_space {
     _Atomic(jh_region *) regions; /* grows at its head only, until the space is closed             */
     atomic_size_t region_count, mapped;
     atomic_int map_error;         /* errno of the last refusal, for the message                   */
+    atomic_bool starved;          /* the provider had no room for pages: new regions are reserved whole, or refused */
     bool uncached;                /* threads keep no freed blocks, which would keep regions busy  */
     struct jh_ahead *ahead;       /* the thread that prepares regions; NULL: none                 */
     size_t last;                  /* bytes of the last extent, at most region_max                 */
@@ -67,7 +69,8 @@ void jh_prepare_wake(struct jh_ahead *ahead);
 void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, bool *commit);
 /* The same at exactly `address`, only where a gap begins there. */
 void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, bool *commit);
-void jh_region_commit(jh_region *r, void *address, size_t length);
+/* False: the provider has no room for these pages. */
+bool jh_region_commit(jh_region *r, void *address, size_t length);
 void jh_region_decommit(jh_region *r, void *address, size_t length);
 jh_region *jh_region_at(const void *address);
 

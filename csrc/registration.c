@@ -101,7 +101,21 @@ static void populate_large(const jh_registration *r) {
     if (wanted) jh_populate((void *)r->hot->base, r->hot->length);
 }
 
+/* Whoever may write to the region writes to its unused pages, too: there must be room for them. */
+static int reserve_writable(jh_registration *r) {
+    if (!(r->rails->access & JEMHOOKS_LOCAL_WRITE) || !r->pages.provider->ops.reserve) return 0;
+    pthread_mutex_lock(&r->pages.lock);
+    int rc = jh_pages_reserve(&r->pages, 0, r->pages.count);
+    pthread_mutex_unlock(&r->pages.lock);
+    if (!rc) return 0;
+    return jh_fail(JEMHOOKS_ERROR_REGISTRATION, -rc, "arena '%s': its %s provider has no room for all %zu bytes at %p, which a device "
+                   "could write to: %s; make room, or let it only read", r->rails->name, r->pages.provider->ops.name,
+                   (size_t)r->hot->length, (void *)r->hot->base, strerror(-rc));
+}
+
 int jh_take(jh_registration *r) {
+    int failed = reserve_writable(r);
+    if (failed) return failed;
     populate_large(r);
     for (unsigned had = r->live; r->live < r->rails->count; r->live++) {
         jemhooks_registrar *g = r->rails->registrar[r->live];

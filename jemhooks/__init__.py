@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .events import Event, EventKind, Events, notify_cache
     from .leases import Lease, lease
     from .lookup import Key, Region, State, key, keys, lkey, packed_key, region, rkey
-    from .providers import Anonymous, Fixed, Provider
+    from .providers import Anonymous, DevDax, File, Fixed, Memfd, Provider, ProviderInfo
     from .registrars.base import Registrar
     from .registrars.fabric import Fabric, Transfer
     from .registrars.null import Null
@@ -50,7 +50,7 @@ _LAZY = {
     "Block": "block",
     "Budget": "budget",
     **dict.fromkeys(("Event", "EventKind", "Events", "notify_cache"), "events"),
-    **dict.fromkeys(("Anonymous", "Fixed", "Provider"), "providers"),
+    **dict.fromkeys(("Anonymous", "DevDax", "File", "Fixed", "Memfd", "Provider", "ProviderInfo"), "providers"),
     **dict.fromkeys(("Lease", "lease"), "leases"),
     **dict.fromkeys(("Key", "Region", "State", "key", "keys", "lkey", "packed_key", "region", "rkey"), "lookup"),
     "Registrar": "registrars.base",
@@ -70,21 +70,25 @@ __all__ = [
     "Budget",
     "ClosedError",
     "ConfigError",
+    "DevDax",
     "Event",
     "EventKind",
     "Events",
     "Fabric",
+    "File",
     "Fixed",
     "ForkError",
     "JemhooksError",
     "Key",
     "Lease",
     "LoadError",
+    "Memfd",
     "NotOursError",
     "Null",
     "PinLimitError",
     "Provider",
     "ProviderError",
+    "ProviderInfo",
     "Region",
     "Registrar",
     "RegistrationError",

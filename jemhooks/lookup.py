@@ -144,7 +144,7 @@ class Region:
     """A region as it was when asked for; ``user`` is live.
 
     ``base``, ``length``, ``state``, ``lkey``, ``rkey``, ``remote_base``, ``generation`` and ``leases`` are plain
-    values; ``arena`` is the :class:`Arena`.
+    values; ``arena`` is the :class:`Arena`, whose ``provider`` the memory is from (None: anonymous).
     """
 
     __slots__ = ("arena", "base", "generation", "leases", "length", "lkey", "remote_base", "rkey", "state", "user")

@@ -267,6 +267,8 @@ typedef struct jemhooks_registrar_ops {
                          regions that may not be idle go with the next registration or trim                     */
     int populates;    /* 1: registering makes every page resident (but for JEMHOOKS_ON_DEMAND); large regions are then
                          populated before, in slices, by several threads                                         */
+    int pins;         /* 1: what is registered stays pinned, and cannot be memory that is not pinnable; 2: but for
+                         JEMHOOKS_ON_DEMAND                                                                      */
 } jemhooks_registrar_ops;
 
 typedef struct jemhooks_registrar jemhooks_registrar;
@@ -301,37 +303,7 @@ typedef int jemhooks_module_open(const jemhooks_host *host, const void *config, 
 
 /* ---- providers ------------------------------------------------------------------------------------------------- */
 
-typedef struct jemhooks_provider jemhooks_provider;
-
-typedef struct jemhooks_anonymous_config {
-    size_t size;           /* sizeof(jemhooks_anonymous_config)                                        */
-    size_t page_size;      /* 0: ordinary pages; 2 MiB or 1 GiB (2097152, 1073741824): hugetlb pages    */
-    int transparent_huge;  /* 1: madvise(MADV_HUGEPAGE), the default; 0: MADV_NOHUGEPAGE; ignored for hugetlb */
-    int numa_node;         /* bind to this node; -1: the kernel's choice                               */
-} jemhooks_anonymous_config;
-#define JEMHOOKS_ANONYMOUS_CONFIG_INIT {sizeof(jemhooks_anonymous_config), 0, 1, -1}
-
-typedef struct jemhooks_range {
-    void *base;
-    size_t length; /* bytes */
-} jemhooks_range;
-
-typedef struct jemhooks_fixed_config {
-    size_t size;
-    void *base;            /* the caller's range, rounded inwards to 4 KiB; it must outlive the arena  */
-    size_t length;
-    int host_accessible;   /* 0: never read or written by this library or the allocator (device memory) */
-    int zeroed;            /* 1: the memory holds only zero bytes                                      */
-    const jemhooks_range *ranges; /* instead of base and length: several, each a region of its own; copied */
-    size_t range_count;
-} jemhooks_fixed_config;
-#define JEMHOOKS_FIXED_CONFIG_INIT {sizeof(jemhooks_fixed_config), NULL, 0, 1, 0, NULL, 0}
-
-/* Config NULL: the defaults of the INIT macro. An arena keeps its own reference to its provider. */
-JEMHOOKS_API int jemhooks_provider_anonymous(const jemhooks_anonymous_config *config, jemhooks_provider **provider);
-/* One arena at a time can live in fixed memory. */
-JEMHOOKS_API int jemhooks_provider_fixed(const jemhooks_fixed_config *config, jemhooks_provider **provider);
-JEMHOOKS_API void jemhooks_provider_close(jemhooks_provider *provider);
+typedef struct jemhooks_provider jemhooks_provider; /* where memory comes from: jemhooks_provider.h, included below */
 
 /* ---- arenas ---------------------------------------------------------------------------------------------------- */
 
@@ -467,4 +439,6 @@ JEMHOOKS_API size_t jemhooks_stranded_bytes(void);
 #ifdef __cplusplus
 }
 #endif
+
+#include "jemhooks_provider.h"
 #endif

@@ -1,41 +1,41 @@
-/* provider.h - where memory comes from: one small table of functions per kind. */
+/* provider.h - what the library keeps about a provider, around the functions of its kind. */
 #ifndef JH_PROVIDER_H
 #define JH_PROVIDER_H
 
-#include "jemhooks.h"
+#include "ranges.h"
 
+#include <pthread.h>
 #include <stdatomic.h>
-#include <stdbool.h>
-
-/* map, unmap and give_back run inside hooks: system calls at most, no malloc, no lock but the provider's own short one. */
-typedef struct jh_provider_ops {
-    const char *name;
-    /* A range of at least *length bytes on `alignment`; sets *length to all that is usable. NULL with errno. Where there is
-     * a number of regions, the next one. */
-    void *(*map)(jemhooks_provider *p, size_t *length, size_t alignment);
-    void (*unmap)(jemhooks_provider *p, void *base, size_t length);
-    /* Did the pages go, so that they read as zero? NULL: this provider never gives pages back. */
-    bool (*give_back)(jemhooks_provider *p, void *base, size_t length);
-    /* An arena moves in (0 or a recorded error) and out. NULL: any number may. */
-    int (*move_in)(jemhooks_provider *p);
-    void (*move_out)(jemhooks_provider *p);
-} jh_provider_ops;
 
 struct jemhooks_provider {
-    const jh_provider_ops *ops;
+    jemhooks_provider_ops ops;
+    void *self;
     atomic_int references;
-    size_t page;          /* a region's length is a multiple of this                       */
-    size_t regions;       /* all it has is so many regions, mapped with length 0; 0: any number */
-    size_t whole;         /* bytes of those regions                                          */
-    size_t largest;       /* of one of them                                                  */
-    bool host_accessible; /* may the CPU touch the memory?                                 */
-    unsigned epoch;       /* jh_fork_epoch when it was made                                 */
-    bool fresh_is_zero;   /* do newly mapped pages read as zero?                           */
+    unsigned epoch;          /* jh_fork_epoch when it was made                                        */
+    size_t page;             /* a region's length is a multiple of this                               */
+    bool host_accessible;    /* may the CPU touch the memory?                                         */
+    /* All there is, if it cannot map more: either ranges that are a region each, for one arena at a time ... */
+    size_t regions;          /* how many; 0: none of that                                             */
+    jemhooks_mapping *region;
+    size_t largest;          /* bytes of the largest                                                  */
+    atomic_bool occupied;
+    /* ... or ranges that arenas carve regions from, and where regions return to if they cannot be unmapped. */
+    size_t whole;            /* bytes of all of either; 0: it maps more when asked                    */
+    pthread_mutex_t lock;    /* short; guards the next one                                            */
+    jh_ranges ranges;
 };
 
-/* Starts p with one reference. */
-void jh_provider_init(jemhooks_provider *p, const jh_provider_ops *ops);
 void jh_provider_keep(jemhooks_provider *p);
+/* Memory of a provider that is just being made: arenas divide it, or each range is a region. 0 or -errno, recorded. */
+int jh_provider_add(jemhooks_provider *p, const jemhooks_mapping *ranges, size_t count, bool divided);
+
+/* An arena moves in, and out. 0 or an error, recorded. */
+int jh_provider_enter(jemhooks_provider *p, const char *arena, void **tenant);
+void jh_provider_leave(jemhooks_provider *p, void *tenant);
+/* For hooks: at least m->length bytes. 0 or -errno. */
+int jh_provider_map(jemhooks_provider *p, void *tenant, size_t alignment, jemhooks_mapping *m);
+void jh_provider_unmap(jemhooks_provider *p, void *tenant, jemhooks_mapping *m);
+
 /* The caller's config over the defaults: see jemhooks_config. -E2BIG: it sets fields this version does not know. */
 int jh_config_read(void *into, size_t into_size, const void *config, const char *what);
 

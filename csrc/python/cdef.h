@@ -28,7 +28,7 @@ typedef struct {
     void (*limits)(void *self, jemhooks_limits *limits);
     void (*close)(void *self);
     const void *interface;
-    int not_in_free, populates;
+    int not_in_free, populates, pins;
 } jemhooks_registrar_ops;
 
 int jemhooks_registrar_open(const char *kind, const void *config, jemhooks_registrar **registrar);
@@ -53,9 +53,23 @@ typedef struct {
     int host_accessible, zeroed;
     const jemhooks_range *ranges;
     size_t range_count;
+    int shared;
 } jemhooks_fixed_config;
+typedef struct { size_t size, page_size; } jemhooks_memfd_config;
+typedef struct { size_t size; const char *path; size_t length; int overwrite; } jemhooks_file_config;
+typedef struct { size_t size; const char *path; int shared; } jemhooks_devdax_config;
+typedef struct {
+    size_t size;
+    const char *name;
+    uint64_t page, total, free;
+    int host_accessible, pinnable, gives_back, unmaps, divides, shares;
+} jemhooks_provider_info;
 int jemhooks_provider_anonymous(const jemhooks_anonymous_config *config, jemhooks_provider **provider);
 int jemhooks_provider_fixed(const jemhooks_fixed_config *config, jemhooks_provider **provider);
+int jemhooks_provider_memfd(const jemhooks_memfd_config *config, jemhooks_provider **provider);
+int jemhooks_provider_file(const jemhooks_file_config *config, jemhooks_provider **provider);
+int jemhooks_provider_devdax(const jemhooks_devdax_config *config, jemhooks_provider **provider);
+int jemhooks_provider_get_info(jemhooks_provider *provider, jemhooks_provider_info *info);
 void jemhooks_provider_close(jemhooks_provider *provider);
 
 typedef struct {

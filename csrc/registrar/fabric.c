@@ -256,7 +256,7 @@ static const jemhooks_fabric_interface interface = {
     .map_key = fabric_map_key, .unmap_key = fabric_unmap_key, .put = endpoint_put, .get = endpoint_get,
     .wait = endpoint_wait, .forget = endpoint_forget, .progress = endpoint_progress};
 static const jemhooks_registrar_ops fabric_ops = {sizeof fabric_ops, "fabric", fabric_register, fabric_deregister,
-                                                  fabric_limits, fabric_close, &interface, 0, 0};
+                                                  fabric_limits, fabric_close, &interface, 0, 0, 0};
 
 /* With a file descriptor to sleep on, where the provider has one. */
 static int open_queue(fabric_registrar *f) {

@@ -210,7 +210,7 @@ static int null_fail(void *self, int op, uint64_t nth, int error) {
 
 static const jemhooks_null_interface interface = {sizeof interface, null_stats, null_calls, null_fail};
 static const jemhooks_registrar_ops null_ops = {sizeof null_ops, "null", null_register, null_deregister, null_limits,
-                                                null_close, &interface, 0, 0};
+                                                null_close, &interface, 0, 0, 0};
 
 MODULE_EXPORT jemhooks_module_open jemhooks_registrar_module;
 

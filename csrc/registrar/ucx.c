@@ -227,7 +227,7 @@ static int check_given(ucx_registrar *u) {
 }
 
 static const jemhooks_ucx_interface interface = {sizeof interface, ucx_info, ucx_detach};
-static const jemhooks_registrar_ops ucx_ops = {sizeof ucx_ops, "ucx", ucx_register, ucx_deregister, NULL, ucx_close, &interface, 0, 0};
+static const jemhooks_registrar_ops ucx_ops = {sizeof ucx_ops, "ucx", ucx_register, ucx_deregister, NULL, ucx_close, &interface, 0, 0, 0};
 
 MODULE_EXPORT jemhooks_module_open jemhooks_registrar_module;
 

@@ -271,7 +271,7 @@ static int create_table(uring_registrar *u) {
 
 static const jemhooks_uring_interface interface = {sizeof interface, uring_read, uring_write};
 static const jemhooks_registrar_ops uring_ops = {sizeof uring_ops, "uring", uring_register, uring_deregister,
-                                                 uring_limits, uring_close, &interface, 0, 1};
+                                                 uring_limits, uring_close, &interface, 0, 1, 1};
 
 MODULE_EXPORT jemhooks_module_open jemhooks_registrar_module;
 

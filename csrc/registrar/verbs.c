@@ -212,7 +212,7 @@ static int query(verbs_registrar *v) {
 
 static const jemhooks_verbs_interface interface = {sizeof interface, verbs_info};
 static const jemhooks_registrar_ops verbs_ops = {sizeof verbs_ops, "verbs", verbs_register, verbs_deregister, verbs_limits,
-                                                 verbs_close, &interface, 0, 1};
+                                                 verbs_close, &interface, 0, 1, 2};
 
 MODULE_EXPORT jemhooks_module_open jemhooks_registrar_module;
 

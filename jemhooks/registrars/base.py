@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import errno
-import itertools
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .._native import callbacks, check, ffi, lib
+from .._native import check, ffi, lib
 from ..access import Access
 from ..budget import Budget, checked
 from ..errors import ClosedError, ConfigError, ForkError
-from ..sizes import ranged, text
+from .bound import Bound, alive
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_U64 = 2**64 - 1
 _changing = threading.Lock()  # guards which budget a native registrar has
-_alive: dict[int, Any] = {}  # what C registrars point to, until they are closed
 
 
 class Registrar:
@@ -44,6 +40,7 @@ class Registrar:
     name: str = "python"
     max_mr_size: int = 0  #: bytes of one registration; 0: no limit
     max_mr: int = 0  #: registrations at a time; 0: no limit
+    pins: int = 0  #: 1: keeps what is registered pinned, so that memory must be pinnable; 2: but for on-demand access
     in_python: bool = True
 
     _closed: bool = False
@@ -67,10 +64,10 @@ class Registrar:
         """The C registrar while an arena is made, which then keeps it. :raises ClosedError, ConfigError:"""
         if self._closed:
             raise ClosedError(f"registrar {self.name} is closed; open another one")
-        bound = _Bound(self)
+        bound = Bound(self)
         out = ffi.new("jemhooks_registrar **")
         check(lib.jemhooks_registrar_create(bound.ops, bound.pointer, out))
-        _alive[bound.address] = bound
+        alive[bound.address] = bound
         try:
             check(lib.jemhooks_registrar_set_budget(out[0], self.budget._pointer))
             yield out[0]
@@ -162,99 +159,3 @@ class NativeRegistrar(Registrar):
         """Refuse new arenas and calls; the registrar ends with the last arena that uses it. Idempotent."""
         super().close()
         self._pointer = None
-
-
-class _Bound:
-    """A Python registrar in one arena: what its C registrar points to, and the handles of its registrations."""
-
-    def __init__(self, registrar: Registrar) -> None:
-        self.registrar = registrar
-        self.handles: dict[int, Any] = {}
-        self.numbers = itertools.count(1)
-        self.max_mr_size = ranged(registrar.max_mr_size, "max_mr_size", 0, _U64)
-        self.max_mr = ranged(registrar.max_mr, "max_mr", 0, 2**64 - 1)
-        self.pointer = ffi.new_handle(self)
-        self.address = int(ffi.cast("uintptr_t", self.pointer))
-        self.name = ffi.new("char[]", text(registrar.name, "name"))
-        self.ops = ffi.new("jemhooks_registrar_ops *")
-        self.ops.size, self.ops.name = ffi.sizeof("jemhooks_registrar_ops"), self.name
-        self.ops.register_memory, self.ops.deregister_memory = lib.jh_py_register, lib.jh_py_deregister
-        self.ops.not_in_free = 1
-        self.ops.limits, self.ops.close = lib.jh_py_limits, lib.jh_py_close
-
-    def register(self, addr: int, length: int, access: int, mr: Any) -> None:
-        """Fill in mr. What register() made is undone if the rest of what it says makes no sense."""
-        answer = self.registrar.register(addr, length, Access(access))
-        try:
-            lkey, rkey, handle = answer
-        except (TypeError, ValueError):
-            raise ConfigError(f"register() must return (lkey, rkey, handle), not {answer!r}") from None
-        try:
-            mr.lkey, mr.rkey = ranged(lkey, "lkey", 0, _U64), ranged(rkey, "rkey", 0, _U64)
-            mr.remote_base = ranged(self.registrar.remote_base(addr, handle), "remote_base", 0, _U64)
-        except BaseException:
-            self.registrar.deregister(handle)
-            raise
-        number = next(self.numbers)
-        mr.handle = ffi.cast("void *", number)
-        self.handles[number] = handle
-
-    def deregister(self, mr: Any) -> None:
-        """End the registration of mr."""
-        number = int(ffi.cast("uintptr_t", mr.handle))
-        self.registrar.deregister(self.handles[number])
-        del self.handles[number]
-
-
-def _of(self: Any) -> _Bound:
-    bound: _Bound = ffi.from_handle(self)
-    return bound
-
-
-def _failed(what: str, e: BaseException) -> int:
-    callbacks.raised = e
-    message, code = f"{what} raised {type(e).__name__}", None
-    with suppress(Exception):  # it may refuse even to be shown
-        message += f": {e}"
-        code = getattr(e, "errno", None)
-    lib.jemhooks_set_error(b"%s", ffi.new("char[]", message.encode(errors="replace").replace(b"\0", b"?")[:500]))
-    return -code if type(code) is int and 0 < code < 4096 else -errno.EIO
-
-
-@ffi.def_extern(error=-errno.EIO)  # for what escapes even the handlers below
-def jh_py_register(self: Any, address: Any, length: int, access: int, mr: Any) -> int:
-    """C asks a Python registrar to register."""
-    callbacks.depth += 1
-    try:
-        _of(self).register(int(ffi.cast("uintptr_t", address)), length, access, mr)
-    except BaseException as e:
-        return _failed("register()", e)
-    finally:
-        callbacks.depth -= 1
-    return 0
-
-
-@ffi.def_extern(error=-errno.EIO)
-def jh_py_deregister(self: Any, mr: Any) -> int:
-    """C asks it to deregister."""
-    callbacks.depth += 1
-    try:
-        _of(self).deregister(mr)
-    except BaseException as e:
-        return _failed("deregister()", e)
-    finally:
-        callbacks.depth -= 1
-    return 0
-
-
-@ffi.def_extern()
-def jh_py_limits(self: Any, limits: Any) -> None:
-    """C asks for its limits."""
-    bound = _of(self)
-    limits.max_mr_size, limits.max_mr = bound.max_mr_size, bound.max_mr
-
-
-@ffi.def_extern()
-def jh_py_close(self: Any) -> None:
-    """C is done with it."""
-    _alive.pop(int(ffi.cast("uintptr_t", self)), None)

@@ -115,6 +115,8 @@ class Verbs(NativeRegistrar):
     being registered with it, which pyverbs itself does not survive.
     """
 
+    pins = 2
+
     def __init__(self, device: str | None = None, *, pd: Any = None) -> None:
         name = None if device is None else ffi.new("char[]", text(device, "device"))
         self._pd = pd

@@ -74,8 +74,7 @@ static void hook_destroy(jh_extent_hooks *hooks, void *addr, size_t size, bool c
 static bool hook_commit(jh_extent_hooks *hooks, void *addr, size_t size, size_t offset, size_t length, unsigned arena) {
     (void)size, (void)arena;
     if (JH_FAULT(commit_fails)) return true;
-    if (!frozen(hooks)) jh_region_commit(region_of(hooks, addr), (char *)addr + offset, length);
-    return false;
+    return !frozen(hooks) && !jh_region_commit(region_of(hooks, addr), (char *)addr + offset, length);
 }
 
 static bool hook_decommit(jh_extent_hooks *hooks, void *addr, size_t size, size_t offset, size_t length, unsigned arena) {
