@@ -112,7 +112,7 @@ int jemhooks_arena_create(const jemhooks_config *config, jemhooks_arena **arena)
     if (c.access & (JEMHOOKS_REMOTE_WRITE | JEMHOOKS_REMOTE_ATOMIC)) s->rails.access |= JEMHOOKS_LOCAL_WRITE;
     s->rails.evict = c.evict;
     s->rails.idle_ttl = c.idle_ttl_ms < 0 ? UINT64_MAX : (uint64_t)c.idle_ttl_ms * 1000000;
-    s->rails.prompt = !s->rails.idle_ttl;
+    s->rails.in_free = true;
     jh_account *account = &s->rails.account;
     account->name = a->name;
     account->reclaim = reclaim;
@@ -125,8 +125,9 @@ int jemhooks_arena_create(const jemhooks_config *config, jemhooks_arena **arena)
     for (; s->rails.count < c.registrar_count; s->rails.count++) {
         jh_registrar_keep(s->rails.registrar[s->rails.count] = c.registrars[s->rails.count]);
         account->budget[account->budgets++] = jh_registrar_budget(c.registrars[s->rails.count]);
-        if (c.registrars[s->rails.count]->ops.not_in_free) s->rails.prompt = false;
+        if (c.registrars[s->rails.count]->ops.not_in_free) s->rails.in_free = false;
     }
+    s->rails.prompt = s->rails.in_free && !s->rails.idle_ttl;
     atomic_init(&s->rails.look, s->rails.prompt ? UINT64_MAX : 1);
     if ((rc = arena_open(a, &c))) goto fail;
     *arena = a;

@@ -19,6 +19,7 @@ struct jemhooks_budget {
     uint64_t pin_limit, max_regions;
     uint64_t bytes, peak, regions;
     uint64_t leaving;      /* how many of the regions */
+    atomic_bool over;      /* more is charged than the limits allow; also read without the lock */
     uint64_t turn;         /* how often something was released, or had been about to be */
 };
 
@@ -78,6 +79,11 @@ static void settle_in(jemhooks_budget *b) {
     if (!jh_frozen(b->epoch)) return;
     b->epoch = atomic_load(&jh_fork_epoch);
     b->bytes = b->peak = b->regions = b->leaving = 0;
+    atomic_store(&b->over, false);
+}
+
+static bool exceeded(const jemhooks_budget *b) {
+    return b->bytes > b->pin_limit || b->regions > b->max_regions;
 }
 
 static bool has_room(const jemhooks_budget *b, uint64_t bytes) {
@@ -92,6 +98,7 @@ static void add(jemhooks_budget *b, uint64_t bytes) {
 static void take_away(jemhooks_budget *b, uint64_t bytes) {
     b->bytes -= bytes;
     b->regions--;
+    atomic_store(&b->over, exceeded(b));
 }
 
 jemhooks_budget *jh_budget_charge(jh_account *a, jh_pin *pin, uint64_t bytes, uint64_t *turn) {
@@ -217,12 +224,18 @@ jh_pin *jh_budget_pick(const jemhooks_budget *b, jh_account *a, uint64_t (*age)(
     return pin;
 }
 
+bool jh_account_over(const jh_account *a) {
+    bool over = false;
+    for (unsigned i = 0; i < a->budgets && !over; i++) over = atomic_load_explicit(&a->budget[i]->over, memory_order_relaxed);
+    return over;
+}
+
 bool jh_budget_exceeded(jemhooks_budget *b) {
     pthread_mutex_lock(&lock);
     settle_in(b);
-    bool exceeded = b->bytes > b->pin_limit || b->regions > b->max_regions;
+    bool is = exceeded(b);
     pthread_mutex_unlock(&lock);
-    return exceeded;
+    return is;
 }
 
 bool jh_budget_wait(jemhooks_budget *b, uint64_t turn) {
@@ -278,6 +291,8 @@ void jh_budget_limit(jemhooks_budget *b, uint64_t pin_limit, uint64_t max_region
     b->set = true;
     b->pin_limit = pin_limit;
     b->max_regions = max_regions;
+    settle_in(b);
+    atomic_store(&b->over, exceeded(b));
     b->turn++;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);

@@ -60,6 +60,8 @@ void jh_budget_stays(jh_pin *pin);
 /* Of the pins of budget b (NULL: of account a), whose `age` is not 0, the oldest that `claim` accepts; it is leaving then.
  * Both run under the budgets' lock. NULL: there is none. */
 jh_pin *jh_budget_pick(const jemhooks_budget *b, jh_account *a, uint64_t (*age)(const jh_pin *), bool (*claim)(jh_pin *));
+/* Is more charged to some budget of the account than it allows, since it was lowered? Hooks may ask. */
+bool jh_account_over(const jh_account *a);
 /* Is more charged than the limits allow, as after one was lowered? */
 bool jh_budget_exceeded(jemhooks_budget *b);
 /* Waits, while pins of b are leaving, for a release after *turn. False: there was none. */

@@ -84,14 +84,23 @@ static int evict_from(const jemhooks_budget *b) {
 
 void jh_unused(jh_registration *r) {
     atomic_store(&r->pin.unused_since, jh_now());
-    if (r->rails->prompt) atomic_store(&r->rails->look, 0);
+    if (r->rails->prompt || (r->rails->in_free && jh_account_over(&r->rails->account))) atomic_store(&r->rails->look, 0);
+}
+
+/* Down to limits that were lowered, as far as this arena can. */
+static void lower(jh_account *a) {
+    int rc = 0;
+    while (!rc && jh_account_over(a))
+        if ((rc = evict(NULL, a, age_if_idle, claim_if_idle)) == 1) rc = evict(NULL, a, age_if_unleased, claim_if_unleased);
 }
 
 void jh_expire(jh_rails *rails) {
-    uint64_t now, look = atomic_load_explicit(&rails->look, memory_order_relaxed);
-    if (rails->idle_ttl == UINT64_MAX || jh_inside_registrar() || (now = jh_now()) < look) return;
-    if (!atomic_compare_exchange_strong(&rails->look, &look, rails->prompt ? UINT64_MAX : now + rails->idle_ttl / 8)) return;
-    while (!evict(NULL, &rails->account, age_if_expired, claim_if_idle)) {}
+    uint64_t now = jh_now(), look = atomic_load_explicit(&rails->look, memory_order_relaxed);
+    bool ages = rails->idle_ttl != UINT64_MAX;
+    if (jh_inside_registrar() || now < look) return;
+    if (!atomic_compare_exchange_strong(&rails->look, &look, rails->prompt || !ages ? UINT64_MAX : now + rails->idle_ttl / 8)) return;
+    lower(&rails->account);
+    while (ages && !evict(NULL, &rails->account, age_if_expired, claim_if_idle)) {}
 }
 
 /* ---- registration ------------------------------------------------------------------------------------------------ */

@@ -12,7 +12,7 @@ int jh_register_ahead(jh_registration *r);
 /* Deregisters the region if it is registered and nothing that matters holds it there; gives its pages back. 0, or 1: it is
  * not; or the registrar's error, recorded, and the region is still registered. */
 int jh_deregister(jh_registration *r, enum jh_despite despite);
-/* Deregisters what has been idle for too long. */
+/* Deregisters what has been idle for too long, or is idle beyond a lowered limit. */
 void jh_expire(jh_rails *rails);
 /* To be told when a registered region holds no block any more, or no lease. */
 void jh_unused(jh_registration *r);

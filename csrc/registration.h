@@ -15,8 +15,9 @@ typedef struct jh_rails {
     int policy;           /* enum jemhooks_policy                       */
     int evict;            /* enum jemhooks_evict                        */
     uint64_t idle_ttl;    /* ns that a region may be idle; UINT64_MAX: any time */
-    bool prompt;          /* they go at once: idle_ttl is 0, and no registrar minds being called from a free */
-    _Atomic uint64_t look; /* jh_now() when it may pay to look for such regions again; 0: now, if prompt */
+    bool in_free;         /* no registrar minds being called from a free                              */
+    bool prompt;          /* then, with an idle_ttl of 0: idle regions go at once                     */
+    _Atomic uint64_t look; /* jh_now() when it may pay to look for regions to deregister again; 0: now */
     atomic_bool quiet;    /* nothing is to be registered ahead of its use, after a trim or revoke, until something is used */
     unsigned epoch;       /* jh_fork_epoch when the arena was made      */
     const char *name;     /* the arena's, for error texts               */

@@ -61,9 +61,13 @@ class Provider:
         out = ffi.new("jemhooks_provider_info *")
         out.size = ffi.sizeof("jemhooks_provider_info")
         check(lib.jemhooks_provider_get_info(self._pointer, out))
-        values = {n: getattr(out, n) for n in ProviderInfo._fields}
-        values["name"] = ffi.string(out.name).decode()
-        return ProviderInfo(**{n: v if n in ("name", "page", "total", "free") else bool(v) for n, v in values.items()})
+        name, sizes = ffi.string(out.name).decode(), (int(out.page), int(out.total), int(out.free))
+        can = [bool(getattr(out, n)) for n in ProviderInfo._fields[4:]]
+        return ProviderInfo(name, *sizes, *can)
+
+    def _hold(self) -> tuple[Any, ...] | None:
+        """What an arena must keep until it is gone."""
+        return None
 
 
 class Anonymous(Provider):

@@ -311,3 +311,43 @@ def test_a_child_begins_with_an_empty_budget() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert budget.registered == 2 * MiB, "the child's registrations are not the parent's"
         del x
+
+
+@pytest.mark.parametrize("whose", ["the arena's", "the registrar's"])
+@pytest.mark.parametrize("evict", ["idle", "unleased"])
+@pytest.mark.parametrize("ttl", [None, 10.0])
+def test_a_lowered_limit_is_in_force_as_soon_as_something_may_go(whose: str, evict: Any, ttl: float | None) -> None:
+    with jh.Null() as null, arena(null, evict=evict, idle_ttl=ttl) as a:
+        budget = a.budget if whose == "the arena's" else null.budget
+        blocks = [a.block(REGION) for _ in range(4)]
+        leases = [jh.lease(b) for b in blocks]
+        budget.set(None, 1)
+        assert budget.regions == 4, "what is leased stays"
+        for left in (3, 2, 1, 1):
+            leases.pop().release()
+            if evict == "idle":
+                assert budget.regions == len(blocks), "a live block keeps its region registered"
+                blocks.pop()
+            assert budget.regions == left == null.stats().live, "what is above the limit goes with its last use"
+
+
+def test_a_lowered_limit_and_a_registrar_that_minds_being_called_from_a_free() -> None:
+    class Mine(jh.Registrar):
+        live = 0
+
+        def register(self, addr: int, length: int, access: jh.Access) -> tuple[int, int, object]:
+            Mine.live += 1
+            return 1, 2, None
+
+        def deregister(self, handle: object) -> None:
+            Mine.live -= 1
+
+    with Mine() as mine, arena(mine) as a:
+        blocks = [a.block(REGION) for _ in range(3)]
+        jh.keys([b.address for b in blocks])
+        mine.budget.set(None, 1)
+        del blocks[1:]
+        assert Mine.live == 3, "not from a finaliser"
+        a.trim()
+        assert Mine.live == 1, "but with the next trim, or registration"
+        blocks.clear()
