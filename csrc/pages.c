@@ -88,7 +88,7 @@ static bool next_to_clear(const jh_pages *p, size_t *a, size_t *b, size_t end) {
 
 int jh_pages_reserve(jh_pages *p, size_t first, size_t n) {
     const jemhooks_provider_ops *ops = &p->provider->ops;
-    if (!ops->reserve) return 0;
+    if (!ops->reserve || JH_FAULT(reserve_skipped)) return 0;
     return ops->reserve(p->provider->self, p->tenant, &p->mapping, first * JH_PAGE, n * JH_PAGE);
 }
 

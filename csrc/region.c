@@ -7,6 +7,7 @@
 #include "error.h"
 #include "events.h"
 #include "fault.h"
+#include "ledger.h"
 #include "pagemap.h"
 #include "pool.h"
 #include "registrar/registrar.h"
@@ -105,6 +106,7 @@ static jh_gap *region_open(jh_space *s, size_t length, size_t alignment, const j
     if ((err = -reserve_new(s, &r->registration.pages))) goto not_reserved;
     r->space = s;
     atomic_store(&r->inner, 0);
+    atomic_store(&r->exported, 0);
     r->registration.rails = &s->rails;
     r->registration.live = 0;
     memset(r->registration.hot->user, 0, sizeof r->registration.hot->user);
@@ -142,6 +144,12 @@ static bool offer(jh_space *s, jh_gap *gap) {
     return true;
 }
 
+/* What other processes have of it is no longer vouched for. */
+static void unexport(jh_region *r) {
+    unsigned slot = atomic_exchange(&r->exported, 0);
+    if (slot) jh_ledger_leave(slot);
+}
+
 /* Takes the region out of the page map; the regions in its midst, if there still are any, now lie in its outer one. */
 static void region_hide(jh_region *r) {
     jh_pagemap_remove(r->registration.hot, r->outer ? r->outer->registration.hot : NULL);
@@ -161,6 +169,7 @@ static void region_close(jh_region *r) {
     size_t length = r->registration.hot->length;
     jh_seal(&r->registration); /* so that no subscriber registers it; whoever ended its registration may still hold its lock */
     jh_event(r->space->arena, JEMHOOKS_ON_UNMAP, (uintptr_t)base, length);
+    unexport(r);
     region_hide(r);
     publish(r, JEMHOOKS_UNMAPPED, NULL, 0);
     jh_claim_over();
@@ -173,6 +182,7 @@ static void region_close(jh_region *r) {
  * and its provider open, but no look-up finds it, and no other region may lie there. */
 static void strand(jh_region *r) {
     jh_space *s = r->space;
+    unexport(r);
     region_hide(r);
     jh_budget_strand(&r->registration.pin);
     __atomic_store_n(&r->registration.hot->arena, NULL, __ATOMIC_RELEASE);

@@ -10,6 +10,7 @@ typedef struct jh_region {
     struct jh_region *next;       /* in its space, newest first; or in the pool of unused structs */
     struct jh_region *outer;      /* the region in whose midst this one lies, if any              */
     atomic_uint inner;            /* how many lie in the midst of this one                        */
+    atomic_uint exported;         /* its slot in the ledger; 0: no other process knows it         */
 } jh_region;
 
 /* A part of a region, [at, end) as offsets, that was never handed to the allocator. */

@@ -27,6 +27,7 @@ from .loader import built
 from .run import bootstrap
 
 if TYPE_CHECKING:
+    from . import ipc
     from .arena import Arena
     from .block import Block
     from .budget import Budget
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "Arena": "arena",
+    "ipc": "ipc",
     "Stats": "stats",
     "Block": "block",
     "Budget": "budget",
@@ -102,6 +104,7 @@ __all__ = [
     "__version__",
     "bootstrap",
     "build_config",
+    "ipc",
     "key",
     "keys",
     "lease",
@@ -130,7 +133,7 @@ if not TYPE_CHECKING:  # a type checker knows the names from the imports above
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         # All at once: a module half imported by another thread would hang a forked child that wants it.
         modules = {m: import_module(f".{m}", __name__) for m in dict.fromkeys(_LAZY.values())}
-        globals().update({n: getattr(modules[m], n) for n, m in _LAZY.items()})
+        globals().update({n: getattr(modules[m], n, modules[m]) for n, m in _LAZY.items()})
         return globals()[name]
 
 

@@ -49,6 +49,8 @@ class Block:
 
     __slots__ = ("__weakref__", "_host_accessible", "_owner", "address", "nbytes")
 
+    writable: bool = True
+
     def __init__(self, owner: Any, nbytes: int, host_accessible: bool) -> None:
         self._owner, self._host_accessible = owner, host_accessible
         self.address = int(ffi.cast("uintptr_t", owner))
@@ -97,7 +99,7 @@ class Block:
     def __array_interface__(self) -> dict[str, Any]:
         """Of the bytes; numpy keeps the block as the array's base."""
         self._buffer()
-        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, False)}
+        return {"version": 3, "shape": (self.nbytes,), "typestr": "|u1", "data": (self.address, not self.writable)}
 
     @property
     def _jemhooks_span_(self) -> tuple[int, int]:

@@ -41,6 +41,8 @@ def _without_buffer(obj: Any, writable: bool, why: str) -> tuple[int, int | None
     """Of objects that cannot give a C-contiguous buffer."""
     block = getattr(obj, "_jemhooks_span_", None)
     if block is not None:
+        if writable and not obj.writable:
+            raise ConfigError(f"the memory of this {type(obj).__name__} is read-only; give a writable one")
         return block  # type: ignore[no-any-return]
     interface = getattr(obj, "__array_interface__", None)
     if interface is not None:

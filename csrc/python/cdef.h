@@ -107,6 +107,26 @@ int jemhooks_wait_ready(jemhooks_arena *arena);
 int jemhooks_revoke(jemhooks_arena *arena);
 int jemhooks_get_keys(size_t n, const uint64_t *addresses, jemhooks_key *keys, size_t *done);
 
+/* ipc */
+typedef struct { unsigned char bytes[64]; } jemhooks_ipc_handle;
+typedef struct {
+    void *base;
+    size_t length;
+    int writable;
+    void *region;
+    size_t region_length;
+    void *mapping;
+} jemhooks_ipc_block;
+typedef struct { size_t size; uint64_t exported, exporters, opened, cached, hits, misses, cache_limit; } jemhooks_ipc_stats;
+int jemhooks_ipc_export(const void *p, size_t length, unsigned flags, jemhooks_ipc_handle *handle);
+int jemhooks_ipc_open(const jemhooks_ipc_handle *handle, unsigned flags, jemhooks_ipc_block *block);
+void jemhooks_ipc_close(jemhooks_ipc_block *block);
+int jemhooks_ipc_alive(const jemhooks_ipc_block *block);
+int jemhooks_ipc_send(int socket, const void *p, size_t length, unsigned flags, int timeout_ms);
+int jemhooks_ipc_receive(int socket, unsigned flags, int timeout_ms, jemhooks_ipc_block *block);
+int jemhooks_ipc_get_stats(jemhooks_ipc_stats *stats);
+void jemhooks_ipc_set_cache(size_t mappings);
+
 /* face.h */
 typedef struct jh_face jh_face;
 typedef struct {

@@ -1,5 +1,6 @@
 #include "jemhooks.h"
 #include "jemhooks_fabric.h"
+#include "jemhooks_ipc.h"
 #include "jemhooks_null.h"
 #include "jemhooks_ucx.h"
 #include "jemhooks_uring.h"
