@@ -6,7 +6,9 @@ import errno
 import platform
 import resource
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from .errors import JemhooksError, LoadError
 from .loader import TUNABLE, environment, jemalloc_path, spare_needed, spare_set, tls_size
 
 _MiB = 1 << 20
+_ABSENT = "not readable"
 
 
 def _line(good: bool | None, what: str, text: object, remedy: str = "") -> str:
@@ -30,7 +33,7 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text().strip()
     except OSError:
-        return "not readable"
+        return _ABSENT
 
 
 def _jemalloc() -> Iterator[str]:
@@ -84,6 +87,51 @@ def _try(open_registrar: Callable[[], Any]) -> str:
         return f"{detail.get(registrar.name, str)()}registered a region (rkey {where.rkey:#x})"
 
 
+def _can(info: Any) -> str:
+    """The capabilities of a provider, in words."""
+    return ", ".join(
+        (
+            "gives pages back" if info.gives_back else "gives no pages back",
+            "pinnable" if info.pinnable else "not pinnable",
+            "for other processes, too" if info.shares else "private",
+        )
+    )
+
+
+def _providers() -> Iterator[str]:
+    """What each kind of provider can do here, by making an arena over it; devices only where there are some."""
+    try:
+        from .providers import Anonymous, DevDax, File, Memfd
+    except LoadError:
+        yield _line(None, "providers", "cannot be tried before the library loads")
+        return
+    from .arena import Arena
+
+    here = tempfile.gettempdir()
+    kinds: dict[str, Callable[[], Any]] = {
+        "anonymous": Anonymous,
+        "hugetlb": lambda: Anonymous(hugetlb="2MiB"),
+        "memfd": Memfd,
+        "memfd, hugetlb": lambda: Memfd(hugetlb="2MiB"),
+        f"file in {here}": lambda: File(here),
+        "file in /dev/shm": lambda: File("/dev/shm"),
+        **{f"devdax {path}": partial(DevDax, path) for path in sorted(map(str, Path("/dev").glob("dax*")))},
+    }
+    for name, make in kinds.items():
+        try:
+            provider = make()
+            with Arena(provider=provider) as arena:
+                arena.block(1)
+            yield _line(True, "provider", f"{name}: {_can(provider.info())}")
+        except JemhooksError as e:
+            optional = name not in ("anonymous", "memfd")  # what a machine may lack is no fault
+            yield _line(None if optional else False, "provider", f"{name}: {type(e).__name__}", str(e))
+    if len(kinds) == 6:
+        yield _line(None, "provider", "devdax: no /dev/dax*", "ndctl create-namespace --mode=devdax makes one of pmem")
+    scope = _read("/proc/sys/kernel/yama/ptrace_scope")
+    yield _line(None, "ipc", f"kernel.yama.ptrace_scope = {'0 (there is no Yama)' if scope == _ABSENT else scope}")
+
+
 def _registrars() -> Iterator[str]:
     try:
         from .registrars.fabric import Fabric
@@ -119,6 +167,7 @@ def doctor() -> int:
         *_jemalloc(),
         *_machine(),
         *_registrars(),
+        *_providers(),
     ]
     print("\n".join(lines))
     absent = {k for k, v in build_config().items() if v == "off"}

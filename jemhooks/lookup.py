@@ -16,6 +16,7 @@ from .arena import Arena
 from .errors import ClosedError, ConfigError, ForkError, NotOursError
 from .lifetime import by_address
 from .memory import span
+from .providers import Provider
 from .registrars.base import Registrar
 from .sizes import ranged
 
@@ -144,7 +145,7 @@ class Region:
     """A region as it was when asked for; ``user`` is live.
 
     ``base``, ``length``, ``state``, ``lkey``, ``rkey``, ``remote_base``, ``generation`` and ``leases`` are plain
-    values; ``arena`` is the :class:`Arena`, whose ``provider`` the memory is from (None: anonymous).
+    values; ``arena`` is the :class:`Arena`.
     """
 
     __slots__ = ("arena", "base", "generation", "leases", "length", "lkey", "remote_base", "rkey", "state", "user")
@@ -156,6 +157,11 @@ class Region:
         self.arena = arena
         #: 64 bytes of your own, shared by all memory of the region; a writable memoryview that keeps the arena open
         self.user = memoryview(ffi.buffer(keeper, 64))
+
+    @property
+    def provider(self) -> Provider | None:
+        """Where the memory comes from; None is ``Anonymous()``."""
+        return self.arena.provider
 
     def __repr__(self) -> str:
         return f"<jemhooks.Region of {self.length} bytes at {self.base:#x}, {self.state.name.lower()}>"

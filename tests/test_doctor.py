@@ -22,7 +22,10 @@ def test_all_is_well(python: Python) -> None:
         assert [line for line in lines if line.startswith(f"ok   {name} ")], f"{name} should be reported as working"
     assert "allocator=jemalloc fabric=on uring=on" in lines[0], "what was configured"
     assert "5." in next(line for line in lines if line.startswith("ok   jemalloc")), "the version of jemalloc"
-    for word in ("memlock", "huge pages", "reserved, 2 MiB each", "io_uring"):
+    for kind in ("anonymous: gives pages back, pinnable, private", "memfd: ", "file in /dev/shm: "):
+        assert [line for line in lines if line.startswith(f"ok   provider        {kind}")], f"{kind} works anywhere"
+    assert "devdax" in done.stdout, "why there is none"
+    for word in ("memlock", "huge pages", "reserved, 2 MiB each", "io_uring", "ptrace_scope"):
         assert any(word in line for line in lines), f"{word} matters for registration"
 
 

@@ -64,3 +64,14 @@ def test_help(python: Python, root: Path) -> None:
     done = rma(python, root, "--help")
     assert done.returncode == 0, done.stderr
     assert "--provider" in done.stdout
+
+
+def test_shared_kv(python: Python, root: Path) -> None:
+    script = str(root / "examples" / "shared_kv.py")
+    done = python.run(None, script, "--readers", "3", "--arrays", "20", "--size", "300000", options=(), bare=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"reader \d+: 20 arrays, 6000000 bytes, in \d mapped regions; all checked", done.stdout)) == 3
+    assert "killed (-9)" in done.stdout, "one of them in the middle of it"
+    assert "left behind: 0 descriptors, 0 bytes of shared memory" in done.stdout, done.stdout
+    wrong = python.run(None, script, "--readers", "0", options=(), bare=True)
+    assert (wrong.returncode, "at least 1" in wrong.stderr) == (2, True), wrong.stderr
