@@ -104,9 +104,7 @@ static void populate_large(const jh_registration *r) {
 /* Whoever may write to the region writes to its unused pages, too: there must be room for them. */
 static int reserve_writable(jh_registration *r) {
     if (!(r->rails->access & JEMHOOKS_LOCAL_WRITE) || !r->pages.provider->ops.reserve) return 0;
-    pthread_mutex_lock(&r->pages.lock);
-    int rc = jh_pages_reserve(&r->pages, 0, r->pages.count);
-    pthread_mutex_unlock(&r->pages.lock);
+    int rc = jh_pages_reserve(&r->pages, 0, r->pages.count); /* with the claim: nobody gives pages back */
     if (!rc) return 0;
     return jh_fail(JEMHOOKS_ERROR_REGISTRATION, -rc, "arena '%s': its %s provider has no room for all %zu bytes at %p, which a device "
                    "could write to: %s; make room, or let it only read", r->rails->name, r->pages.provider->ops.name,

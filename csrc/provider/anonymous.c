@@ -74,7 +74,7 @@ int jemhooks_provider_anonymous(const jemhooks_anonymous_config *config, jemhook
     anonymous *a = malloc(sizeof *a);
     if (!a) return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "anonymous memory: no memory for the provider itself");
     *a = c;
-    rc = jemhooks_provider_create(&ops, a, provider);
+    rc = jh_provider_new(&ops, a, provider);
     if (rc) free(a);
     return rc;
 }

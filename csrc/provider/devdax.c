@@ -88,7 +88,7 @@ int jemhooks_provider_devdax(const jemhooks_devdax_config *config, jemhooks_prov
     }
     const jemhooks_provider_ops ops = {.size = sizeof ops, .name = "devdax", .share = share, .close = finish};
     jemhooks_provider *p;
-    if ((rc = map_device(d, c.path)) || (rc = jemhooks_provider_create(&ops, d, &p))) {
+    if ((rc = map_device(d, c.path)) || (rc = jh_provider_new(&ops, d, &p))) {
         finish(d);
         return rc;
     }

@@ -173,7 +173,7 @@ int jemhooks_provider_file(const jemhooks_file_config *config, jemhooks_provider
         .close = finish,
     };
     jemhooks_provider *p;
-    if ((rc = jemhooks_provider_create(&ops, f, &p))) {
+    if ((rc = jh_provider_new(&ops, f, &p))) {
         finish(f);
         return rc;
     }

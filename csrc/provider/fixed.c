@@ -38,7 +38,7 @@ int jemhooks_provider_fixed(const jemhooks_fixed_config *config, jemhooks_provid
     const jemhooks_provider_ops ops = {
         .size = sizeof ops, .name = "fixed", .flags = c.host_accessible ? 0 : JEMHOOKS_NOT_HOST_ACCESSIBLE};
     jemhooks_provider *p = NULL;
-    if (!rc && !(rc = jemhooks_provider_create(&ops, NULL, &p))) rc = jh_provider_add(p, range, count, c.shared);
+    if (!rc && !(rc = jh_provider_new(&ops, NULL, &p))) rc = jh_provider_add(p, range, count, c.shared);
     free(range);
     if (rc) jemhooks_provider_close(p);
     else *provider = p;

@@ -62,6 +62,6 @@ int jemhooks_provider_memfd(const jemhooks_memfd_config *config, jemhooks_provid
     jemhooks_memfd_config *self = malloc(sizeof *self);
     if (!self) return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "memfd: no memory for the provider itself");
     *self = c;
-    if ((rc = jemhooks_provider_create(&ops, self, provider))) free(self);
+    if ((rc = jh_provider_new(&ops, self, provider))) free(self);
     return rc;
 }

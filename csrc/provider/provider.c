@@ -9,9 +9,19 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define MOST_ADDRESS ((uintptr_t)1 << 48) /* the page map ends there */
+
+/* All that the first version had to have. */
+#define LEAST_OPS offsetof(jemhooks_provider_ops, unmap)
+
 int jemhooks_provider_create(const jemhooks_provider_ops *ops, void *self, jemhooks_provider **provider) {
-    if (!ops || !provider || ops->size < sizeof ops->size || !ops->name)
-        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "provider: ops needs its size, a name, and somewhere to put the result");
+    if (!ops || !provider || ops->size < LEAST_OPS || !ops->name || !ops->map)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "provider: ops needs its size (at least %zu bytes), a name and map, and somewhere to "
+                       "put the result", LEAST_OPS);
+    return jh_provider_new(ops, self, provider);
+}
+
+int jh_provider_new(const jemhooks_provider_ops *ops, void *self, jemhooks_provider **provider) {
     jemhooks_provider_ops mine = {.page = JH_PAGE};
     int rc = jh_config_read(&mine, sizeof mine, ops, ops->name);
     if (rc) return rc;
@@ -55,7 +65,7 @@ void jh_provider_keep(jemhooks_provider *p) {
 
 void jemhooks_provider_close(jemhooks_provider *p) {
     if (!p || atomic_fetch_sub(&p->references, 1) != 1) return;
-    if (p->ops.close) p->ops.close(p->self);
+    if (p->ops.close && !jh_frozen(p->epoch)) p->ops.close(p->self); /* the parent's stays open */
     jh_ranges_fini(&p->ranges);
     pthread_mutex_destroy(&p->lock);
     free(p->region);
@@ -89,7 +99,13 @@ int jh_provider_map(jemhooks_provider *p, void *tenant, size_t alignment, jemhoo
     pthread_mutex_unlock(&p->lock);
     if (!rc || !p->ops.map) return rc;
     *m = (jemhooks_mapping){.length = length};
-    return p->ops.map(p->self, tenant, alignment, m);
+    rc = p->ops.map(p->self, tenant, alignment, m);
+    if (rc) return rc < 0 ? rc : -EIO;
+    if (m->length >= length && !(m->length & (p->page - 1)) && !((uintptr_t)m->base & (alignment - 1)) &&
+        (uintptr_t)m->base + m->length <= MOST_ADDRESS && (uintptr_t)m->base + m->length > (uintptr_t)m->base)
+        return 0;
+    if (p->ops.unmap) p->ops.unmap(p->self, tenant, m); /* not what was asked for: the caller's own provider is wrong */
+    return -EPROTO;
 }
 
 void jh_provider_unmap(jemhooks_provider *p, void *tenant, jemhooks_mapping *m) {
@@ -108,9 +124,10 @@ void jh_provider_unmap(jemhooks_provider *p, void *tenant, jemhooks_mapping *m) 
 int jemhooks_provider_get_info(jemhooks_provider *p, jemhooks_provider_info *info) {
     if (!p || !info || info->size < sizeof info->size)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "jemhooks_provider_get_info: NULL, or the size field of the info is not set");
-    pthread_mutex_lock(&p->lock);
+    bool mine = !jh_frozen(p->epoch); /* else another thread of the parent may have held the lock */
+    if (mine) pthread_mutex_lock(&p->lock);
     size_t free_bytes = p->ranges.bytes;
-    pthread_mutex_unlock(&p->lock);
+    if (mine) pthread_mutex_unlock(&p->lock);
     jemhooks_provider_info now = {
         .size = info->size,
         .name = p->ops.name,

@@ -25,6 +25,8 @@ struct jemhooks_provider {
     jh_ranges ranges;
 };
 
+/* As jemhooks_provider_create(), and map may be missing: all there is is added. */
+int jh_provider_new(const jemhooks_provider_ops *ops, void *self, jemhooks_provider **provider);
 void jh_provider_keep(jemhooks_provider *p);
 /* Memory of a provider that is just being made: arenas divide it, or each range is a region. 0 or -errno, recorded. */
 int jh_provider_add(jemhooks_provider *p, const jemhooks_mapping *ranges, size_t count, bool divided);
