@@ -11,11 +11,16 @@
 #include <unistd.h>
 
 static int module_path(char *path, size_t size, const char *what, const char *kind) {
+    int n;
+#ifdef JH_MODULE_FOLDER /* the static library: its modules are where it was installed */
+    n = snprintf(path, size, JH_MODULE_FOLDER "/jemhooks/%s_%s.so", what, kind);
+#else
     Dl_info here;
     if (!dladdr((const void *)jh_module_symbol, &here) || !here.dli_fname) return -ENOENT;
     const char *slash = strrchr(here.dli_fname, '/');
     int folder = slash ? (int)(slash - here.dli_fname) : 1;
-    int n = snprintf(path, size, "%.*s/jemhooks/%s_%s.so", folder, slash ? here.dli_fname : ".", what, kind);
+    n = snprintf(path, size, "%.*s/jemhooks/%s_%s.so", folder, slash ? here.dli_fname : ".", what, kind);
+#endif
     return n < 0 || (size_t)n >= size ? -ENAMETOOLONG : 0;
 }
 

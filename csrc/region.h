@@ -22,6 +22,7 @@ typedef struct jh_gap {
 
 typedef struct jh_space {
     jemhooks_arena *arena;
+    struct jh_heap *heap;         /* the allocator's, if it wants to find it                       */
     jemhooks_provider *provider;
     void *tenant;                 /* what the provider keeps for this arena                       */
     jh_rails rails;

@@ -14,7 +14,7 @@ from typing import Any
 
 from . import build_config
 from .errors import JemhooksError, LoadError
-from .loader import TUNABLE, environment, jemalloc_path, spare_needed, spare_set, tls_size
+from .loader import TUNABLE, allocator, environment, jemalloc_path, spare_needed, spare_set, tls_size
 
 _MiB = 1 << 20
 _ABSENT = "not readable"
@@ -36,8 +36,13 @@ def _read(path: str) -> str:
         return _ABSENT
 
 
-def _jemalloc() -> Iterator[str]:
+def _allocator() -> Iterator[str]:
     path = jemalloc_path()
+    if allocator() != "jemalloc":
+        from ._native import ffi, lib
+
+        yield _line(True, "allocator", ffi.string(lib.jemhooks_allocator_version()).decode())
+        return
     if path is None:
         yield _line(False, "libjemalloc", "not found", "install libjemalloc2 (Debian) or jemalloc (Fedora)")
         return
@@ -164,7 +169,7 @@ def doctor() -> int:
     lines = [
         _line(None, "jemhooks", " ".join(f"{k}={v}" for k, v in build_config().items())),
         _line(None, "python", python),
-        *_jemalloc(),
+        *_allocator(),
         *_machine(),
         *_registrars(),
         *_providers(),

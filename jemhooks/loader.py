@@ -30,9 +30,17 @@ def built() -> ModuleType:
     return _build
 
 
+def allocator() -> str:
+    """The allocator that was chosen when jemhooks was configured. :raises LoadError: it is not built."""
+    config: str = built().BUILD_CONFIG
+    return dict(item.split("=", 1) for item in config.split())["allocator"]
+
+
 def jemalloc_path() -> Path | None:
-    """The libjemalloc that the native library is linked with, or None if it is not to be found."""
+    """The libjemalloc that the native library is linked with; None if it is with none, or that is not to be found."""
     with suppress(LoadError):
+        if allocator() != "jemalloc":
+            return None
         folder = built().JEMALLOC_LIBDIR
         if folder and (Path(folder) / "libjemalloc.so.2").exists():
             return Path(folder) / "libjemalloc.so.2"

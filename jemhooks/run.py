@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 from .errors import LoadError
-from .loader import environment, jemalloc_path
+from .loader import allocator, environment, jemalloc_path
 
 _MARK = "JEMHOOKS_BOOTSTRAPPED"
 
@@ -61,7 +61,9 @@ def run(command: list[str], process: bool = False) -> NoReturn:
     :raises LoadError: no libjemalloc, or no such command.
     """
     variables = environment(process)
-    if not variables:
+    if process and allocator() != "jemalloc":
+        raise LoadError(f"run --process is for jemalloc, and jemhooks was configured with allocator {allocator()}")
+    if not variables and allocator() == "jemalloc":
         raise LoadError(f"libjemalloc.so.2 is not to be found ({jemalloc_path()}); install libjemalloc2")
     os.environ.update(variables)
     try:

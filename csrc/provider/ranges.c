@@ -179,6 +179,26 @@ int jh_ranges_take(jh_ranges *r, size_t length, size_t alignment, jemhooks_mappi
     return 0;
 }
 
+static jh_range *range_at(const jh_ranges *r, const void *base) {
+    jh_range *t = r->root[BY_ADDRESS];
+    while (t && t->m.base != base) t = t->child[BY_ADDRESS][(const void *)t->m.base < base];
+    return t;
+}
+
+int jh_ranges_take_at(jh_ranges *r, const void *base, jemhooks_mapping *m) {
+    jh_range *x = range_at(r, base);
+    if (!x) return -ENOENT;
+    *m = x->m;
+    drop(r, x);
+    r->taken++;
+    return 0;
+}
+
+size_t jh_ranges_length(const jh_ranges *r, const void *base) {
+    const jh_range *x = range_at(r, base);
+    return x ? x->m.length : 0;
+}
+
 void jh_ranges_fini(jh_ranges *r) {
     for (slab *s = r->slabs, *next; s; s = next) {
         next = s->next;

@@ -23,6 +23,10 @@ int jh_ranges_put(jh_ranges *r, const jemhooks_mapping *m);
 /* Takes `length` bytes on `alignment` out of the smallest range that has them (with `solid`, all of it), at the lowest address
  * among equals. 0, -ENOMEM: none has. */
 int jh_ranges_take(jh_ranges *r, size_t length, size_t alignment, jemhooks_mapping *m);
+/* Takes the range that begins at base: 0, or -ENOENT. */
+int jh_ranges_take_at(jh_ranges *r, const void *base, jemhooks_mapping *m);
+/* How long it is; 0: none begins there. */
+size_t jh_ranges_length(const jh_ranges *r, const void *base);
 /* The structs; not the memory. */
 void jh_ranges_fini(jh_ranges *r);
 
