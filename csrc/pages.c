@@ -111,6 +111,11 @@ void jh_pages_decommit(jh_pages *p, size_t first, size_t n) {
     change(p->promised_bits, first, first + n, true);
 }
 
+void jh_pages_hold(jh_pages *p, size_t first, size_t n, bool hold) {
+    size_t changed = change(p->committed_bits, first, first + n, hold);
+    set_committed(p, hold ? p->committed + changed : p->committed - changed);
+}
+
 void jh_pages_promise(jh_pages *p, size_t first, size_t n, bool zero) {
     change(p->promised_bits, first, first + n, zero);
 }

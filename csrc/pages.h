@@ -35,6 +35,8 @@ int jh_pages_reserve(jh_pages *p, size_t first, size_t n);
 void jh_pages_commit(jh_pages *p, size_t first, size_t n);
 /* jemalloc is done with these pages: their bytes are old now. */
 void jh_pages_decommit(jh_pages *p, size_t first, size_t n);
+/* The same, both, of pages that nobody has touched since: they are as fresh or as stale as before, and promised no more. */
+void jh_pages_hold(jh_pages *p, size_t first, size_t n, bool hold);
 bool jh_pages_all_committed(const jh_pages *p, size_t first, size_t n);
 /* Pages that jemalloc gets, and has not committed: does it take them for zero? */
 void jh_pages_promise(jh_pages *p, size_t first, size_t n, bool zero);

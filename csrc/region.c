@@ -15,6 +15,8 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#define LEAST_SHARED ((size_t)64 << 10) /* bytes of a region that extents share */
+
 static pthread_mutex_t strands = PTHREAD_MUTEX_INITIALIZER;
 static jh_region *stranded; /* ranges that are registered for good, with no arena any more; guarded by `strands` */
 
@@ -279,6 +281,15 @@ size_t jh_space_committed(const jh_space *s) {
     return pages * JH_PAGE;
 }
 
+size_t jh_space_largest_gap(jh_space *s) {
+    size_t largest = 0;
+    pthread_mutex_lock(&s->carve);
+    for (const jh_gap *g = s->gaps; g; g = g->next)
+        if (g->end - g->at > largest) largest = g->end - g->at;
+    pthread_mutex_unlock(&s->carve);
+    return largest;
+}
+
 /* ---- for the thread that prepares regions ------------------------------------------------------------------------ */
 
 /* What the next extent may take: jemalloc's steps grow by a quarter at most. space.carve held. */
@@ -334,13 +345,15 @@ void jh_space_offer(jh_space *s, jh_gap *whole) {
  * come with opt.retain off, and on any jemalloc once a step was refused: they share regions, unless memory is short. */
 static bool grow(jh_space *s, size_t size, size_t alignment) {
     size_t least = alignment;
+    bool divided = s->provider->whole && !s->provider->regions;
     if (alignment < JH_SLOT) alignment = JH_SLOT;
     if (size < s->growth && offer(s, region_open(s, s->growth, alignment, NULL))) {
         s->growth = s->growth * 2 < s->region_max ? s->growth * 2 : s->region_max;
         return true;
     }
-    if (offer(s, region_open(s, size, alignment, NULL))) return true;
-    return s->provider->whole && !s->provider->regions && offer(s, region_open(s, size, least, NULL)); /* the last crumbs */
+    for (size_t length = s->growth / 2; divided && length > size && length >= LEAST_SHARED; length /= 2) /* what is left */
+        if (offer(s, region_open(s, length, length < alignment ? least : alignment, NULL))) return true;
+    return offer(s, region_open(s, size, alignment, NULL)) || (divided && offer(s, region_open(s, size, least, NULL)));
 }
 
 /* Takes pages into use; pages.lock is taken here. False: there are none. */
@@ -358,7 +371,8 @@ static bool commit_pages(jh_region *r, size_t first, size_t n) {
         bool prepared = atomic_fetch_and(&g->pin.unused_since, ~JH_UNUSED_YET) & JH_UNUSED_YET;
         if (!prepared) atomic_fetch_add(&g->rails->hits, 1);
     }
-    jh_pages_commit(&g->pages, first, n);
+    if (r->space->seeding) jh_pages_hold(&g->pages, first, n, true);
+    else jh_pages_commit(&g->pages, first, n);
     pthread_mutex_unlock(&g->pages.lock);
     return true;
 }
@@ -468,7 +482,8 @@ void jh_region_decommit(jh_region *r, void *address, size_t length) {
     size_t first = (size_t)((char *)address - p->base) / JH_PAGE, n = length / JH_PAGE;
     if (!JH_FAULT(decommit_untold)) jh_event(r->space->arena, JEMHOOKS_ON_DECOMMIT, (uintptr_t)address, length);
     pthread_mutex_lock(&p->lock);
-    jh_pages_decommit(p, first, n);
+    if (r->space->seeding) jh_pages_hold(p, first, n, false);
+    else jh_pages_decommit(p, first, n);
     unsigned state = jh_state(r->registration.hot);
     if (state == JEMHOOKS_MAPPED || JH_FAULT(decommit_drops) ||
         (state == JEMHOOKS_REGISTERING && JH_FAULT(decommit_drops_registering)))

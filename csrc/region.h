@@ -35,6 +35,7 @@ typedef struct jh_space {
     atomic_size_t region_count, mapped;
     atomic_int map_error;         /* errno of the last refusal, for the message                   */
     atomic_bool starved;          /* the provider had no room for pages: new regions are reserved whole, or refused */
+    bool seeding;                 /* what is allocated is not written to, and freed again          */
     bool uncached;                /* threads keep no freed blocks, which would keep regions busy  */
     struct jh_ahead *ahead;       /* the thread that prepares regions; NULL: none                 */
     size_t last;                  /* bytes of the last extent, at most region_max                 */
@@ -53,6 +54,8 @@ int jh_space_revoke(jh_space *s);
 /* Leases held in the space. */
 size_t jh_space_leases(const jh_space *s);
 size_t jh_space_committed(const jh_space *s);
+/* Bytes of the largest piece that was never carved. */
+size_t jh_space_largest_gap(jh_space *s);
 /* Bytes that stay mapped since their registration could not be ended. */
 size_t jh_stranded_bytes(void);
 

@@ -129,7 +129,7 @@ class Python:
         out = {k: v for k, v in os.environ.items() if k not in helpers}
         out |= {"HFI_NO_BACKTRACE": "1", "IPATH_NO_BACKTRACE": "1"}  # libpsm2, beneath libfabric, would write files
         if not bare:
-            out |= {"GLIBC_TUNABLES": environment()["GLIBC_TUNABLES"]}
+            out |= environment()
         return out | variables
 
     def run(

@@ -163,6 +163,16 @@ def test_fixed_ranges(run: Run, conf: str) -> None:
 
 
 @retain
+def test_full_memory(run: Run, conf: str) -> None:
+    passes(run("full", conf=conf))
+
+
+@retain
+def test_own_providers(run: Run, conf: str) -> None:
+    passes(run("provider", count("arenas", 500), count("ops", 20_000), conf=conf))
+
+
+@retain
 def test_lookup(run: Run, conf: str) -> None:
     passes(run("lookup", count("rounds", 600), count("ranges", 10_000 if conf == "retain:true" else 1_000), conf=conf))
 
@@ -294,6 +304,11 @@ FAULTS = [
     fault("deregister_lost", "windows case=registering", "pinned"),
     # 12: what the host cannot touch is not touched
     fault("touch", "fixed case=zero_touch", "", dies_of=(signal.SIGSEGV,)),
+    # memory of fixed size is given whole
+    fault("unseeded", "full case=share", "share"),
+    # no page is used before there is room for it
+    fault("reserve_skipped", "full case=at_growth", "full", dies_of=CRASH),
+    fault("reserve_skipped", "full case=eager", "eager", conf="retain:false", dies_of=CRASH),
     # registration caches are told before pages go
     fault("decommit_untold", "events case=complete", "untold"),
     # and no fork in the midst of growth

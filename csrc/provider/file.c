@@ -53,7 +53,10 @@ static int share(void *self, void *tenant, const jemhooks_mapping *m, int *fd, u
 static void finish(void *self) {
     file *f = self;
     if (f->base) jh_displace(f->base, f->length);
-    if (f->fd >= 0) close(f->fd);
+    if (f->fd >= 0) {
+        flock(f->fd, LOCK_UN); /* or a forked child would keep it */
+        close(f->fd);
+    }
     free(f);
 }
 
@@ -68,11 +71,11 @@ static int probe(file *f, int fd, const char *path, bool *punches) {
     void *p = mmap(NULL, JH_PAGE, PROT_READ | PROT_WRITE, MAP_SHARED_VALIDATE | MAP_SYNC, fd, 0);
     f->flags = p == MAP_FAILED ? MAP_SHARED : MAP_SHARED_VALIDATE | MAP_SYNC;
     if (p != MAP_FAILED) munmap(p, JH_PAGE);
-    int rc = jh_file_reserve(fd, 0, JH_PAGE);
+    int rc = jh_file_allowed(JH_PAGE) ? jh_file_reserve(fd, 0, JH_PAGE) : -EFBIG;
     if (rc == -EOPNOTSUPP)
         return failed(path, "reserving room", -rc, "; this file system cannot, so that touching memory when it is full would end the "
                       "process: use tmpfs, ext4, xfs or btrfs, or a memfd");
-    if (rc) return failed(path, "reserving room for a page", -rc, "");
+    if (rc) return failed(path, "reserving room for a page", -rc, rc == -EFBIG ? "; `ulimit -f` forbids it" : "");
     if (pwrite(fd, &byte, 1, 0) != 1) return failed(path, "writing", errno, "");
     *punches = !jh_file_punch(fd, 0, JH_PAGE) && pread(fd, &byte, 1, 0) == 1 && !byte;
     return 0;
@@ -86,7 +89,8 @@ static int open_directory(file *f, const jemhooks_file_config *c, bool *punches)
     if (fd < 0)
         return failed(c->path, "making a file without a name in this directory", errno, errno == EOPNOTSUPP || errno == EISDIR
                       ? "; its file system cannot (O_TMPFILE): name a file, with a length, or another directory" : "");
-    int rc = ftruncate(fd, JH_PAGE) ? failed(c->path, "making a file of 4 KiB", errno, "") : probe(f, fd, c->path, punches);
+    int rc = jh_file_resize(fd, JH_PAGE);
+    rc = rc ? failed(c->path, "making a file of 4 KiB", -rc, rc == -EFBIG ? "; `ulimit -f` forbids it" : "") : probe(f, fd, c->path, punches);
     close(fd);
     return rc;
 }
@@ -101,9 +105,10 @@ static int check_length(const file *f, const jemhooks_file_config *c, bool made,
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "file: a length of %zu bytes for %s; a new file has a multiple of 4096", c->length,
                        c->path);
     *length = c->length ? c->length : (size_t)st.st_size & ~(JH_PAGE - 1);
-    if (!made && (size_t)st.st_size < (*length ? *length : JH_PAGE))
+    size_t least = *length ? *length : JH_PAGE;
+    if (!made && (size_t)st.st_size < least)
         return jh_fail(JEMHOOKS_ERROR_PROVIDER, ERANGE, "file: %s has only %zu bytes, and %zu are wanted; an existing file is not made "
-                       "longer: `truncate -s %zu` does", c->path, (size_t)st.st_size, *length ? *length : JH_PAGE, *length);
+                       "longer: `truncate -s %zu` does", c->path, (size_t)st.st_size, least, least);
     return 0;
 }
 

@@ -13,8 +13,9 @@
 
 struct jh_growing {
     int fd, flags;
-    pthread_mutex_t growing; /* guards the next one */
-    uint64_t end;            /* where the next region begins */
+    pthread_mutex_t growing; /* guards the next two                                                         */
+    uint64_t end;            /* where the next region begins                                                */
+    uint64_t length;         /* of the file; more where a mapping failed, and it must not be made shorter   */
 };
 
 int jh_growing_open(int fd, int flags, void **tenant) {
@@ -38,9 +39,13 @@ void jh_growing_leave(void *self, void *tenant) {
     free(g);
 }
 
-int jh_file_resize(int fd, uint64_t length) {
+bool jh_file_allowed(uint64_t length) {
     struct rlimit limit;
-    if (length > INT64_MAX || (!getrlimit(RLIMIT_FSIZE, &limit) && length > limit.rlim_cur)) return -EFBIG; /* not by SIGXFSZ */
+    return length <= INT64_MAX && (getrlimit(RLIMIT_FSIZE, &limit) || length <= limit.rlim_cur);
+}
+
+int jh_file_resize(int fd, uint64_t length) {
+    if (!jh_file_allowed(length)) return -EFBIG;
     return ftruncate(fd, (off_t)length) ? -errno : 0;
 }
 
@@ -50,7 +55,8 @@ int jh_growing_map(void *self, void *tenant, size_t alignment, jemhooks_mapping 
     (void)self;
     pthread_mutex_lock(&g->growing);
     uint64_t offset = g->end, end = offset + m->length;
-    int err = -jh_file_resize(g->fd, end);
+    int err = end > g->length ? -jh_file_resize(g->fd, end) : 0;
+    if (!err && end > g->length) g->length = end;
     if (!err && !(base = jh_place(m->length, alignment, g->flags, g->fd, offset))) err = errno;
     if (base) g->end = (end + JH_SLOT - 1) & ~(JH_SLOT - 1); /* so that huge pages of the file are huge pages of the region */
     pthread_mutex_unlock(&g->growing);

@@ -17,6 +17,8 @@ int jh_growing_give_back(void *self, void *tenant, const jemhooks_mapping *m, si
 int jh_growing_reserve(void *self, void *tenant, const jemhooks_mapping *m, size_t at, size_t length);
 int jh_growing_share(void *self, void *tenant, const jemhooks_mapping *m, int *fd, uint64_t *offset);
 
+/* May this process make files so long? If not, trying would end it, by SIGXFSZ. */
+bool jh_file_allowed(uint64_t length);
 /* Makes a file so long. Longer than the process may make one: -EFBIG, and no signal. */
 int jh_file_resize(int fd, uint64_t length);
 /* Drops the bytes of a file, which then read as zero; and sees to it that there is room for them. 0 or -errno. */

@@ -101,7 +101,7 @@ int jh_provider_map(jemhooks_provider *p, void *tenant, size_t alignment, jemhoo
     *m = (jemhooks_mapping){.length = length};
     rc = p->ops.map(p->self, tenant, alignment, m);
     if (rc) return rc < 0 ? rc : -EIO;
-    if (m->length >= length && !(m->length & (p->page - 1)) && !((uintptr_t)m->base & (alignment - 1)) &&
+    if (m->base && m->length >= length && !(m->length & (p->page - 1)) && !((uintptr_t)m->base & (alignment - 1)) &&
         (uintptr_t)m->base + m->length <= MOST_ADDRESS && (uintptr_t)m->base + m->length > (uintptr_t)m->base)
         return 0;
     if (p->ops.unmap) p->ops.unmap(p->self, tenant, m); /* not what was asked for: the caller's own provider is wrong */

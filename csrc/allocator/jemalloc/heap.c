@@ -83,6 +83,65 @@ static int end_shards(jh_heap *heap) {
     return 0;
 }
 
+/* mallocx, with forks held off where need be. */
+static void *allocate(size_t size, int flags) {
+    jh_growth_enter();
+    void *p = je_mallocx(size, flags);
+    jh_growth_leave();
+    return p;
+}
+
+/* The same. A jemalloc without a growth limit of its own is refused extents beyond region_max, which it then asks for
+ * exactly; while a block that large is being allocated, an extent for it must pass. */
+static void *obtain(jh_heap *heap, size_t size, size_t alignment, int flags) {
+    if (jh_jemalloc.bounds_growth || size + alignment <= heap->space->region_max / 2) return allocate(size, flags);
+    size_t need = size + size / 4 + alignment + ((size_t)64 << 10); /* size class, alignment and cache-index padding */
+    atomic_fetch_add(&heap->large, 1);
+    void *p = NULL;
+    for (int tries = 0; !p && tries < 3; tries++) { /* another thread, done, may just be lowering the bounds */
+        bool raised = false;
+        for (unsigned i = 0; i < heap->shards; i++) {
+            size_t bound = atomic_load(&heap->shard[i].bound);
+            raised |= bound < need;
+            while (bound < need && !atomic_compare_exchange_weak(&heap->shard[i].bound, &bound, need)) {}
+        }
+        if (!tries || raised) p = allocate(size, flags);
+    }
+    if (atomic_fetch_sub(&heap->large, 1) == 1)
+        for (unsigned i = 0; i < heap->shards; i++) atomic_store(&heap->shard[i].bound, heap->space->region_max);
+    return p;
+}
+
+/* The largest size class up to n, and the one below a class: four in each doubling. */
+static size_t class_up_to(size_t n) {
+    size_t step = (size_t)1 << (63 - __builtin_clzl(n)) >> 2;
+    return n / step * step;
+}
+
+static size_t class_below(size_t class) {
+    return class_up_to(class - 1);
+}
+
+/* Memory of fixed size, which one arena has for itself: jemalloc gets it in the largest pieces there are, before anything else. Else it
+ * would come in growing steps, which are never joined again: blocks of 1 MiB could use 83 % of 64 MiB. */
+static void seed(jh_heap *heap) {
+    enum { MOST = 64 };
+    void *piece[MOST];
+    jh_space *space = heap->space;
+    int n = 0, flags = MALLOCX_ARENA(heap->shard[0].index) | MALLOCX_TCACHE_NONE;
+    space->seeding = true; /* nobody writes to what is allocated here */
+    for (size_t gap; n < MOST && (gap = jh_space_largest_gap(space)) >= JH_SLOT; n++) {
+        size_t class = class_up_to(gap); /* jemalloc takes an extent of it for the class below, which it pads by a page */
+        piece[n] = obtain(heap, class, 1, flags);
+        if (!piece[n]) piece[n] = obtain(heap, class_below(class), 1, flags);
+        if (!piece[n]) break;
+    }
+    while (n) je_dallocx(piece[--n], MALLOCX_TCACHE_NONE);
+    for (size_t i = 0; i < space->provider->regions; i++) heap->clears |= !space->provider->region[i].zero;
+    jh_heap_purge(heap, false);
+    space->seeding = false;
+}
+
 int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **heap) {
     jh_heap *h = calloc(1, sizeof *h + config->shards * sizeof h->shard[0]);
     if (!h) return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "arena '%s': no memory for the heap itself", space->rails.name);
@@ -97,6 +156,7 @@ int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **hea
             end_shards(h);
             return rc;
         }
+    if (space->provider->regions && h->shards == 1 && jh_jemalloc.retain && !JH_FAULT(unseeded)) seed(h);
     *heap = h;
     return 0;
 }
@@ -139,35 +199,6 @@ int jh_heap_destroy(jh_heap *heap) {
     return 0;
 }
 
-/* mallocx, with forks held off where need be. */
-static void *allocate(size_t size, int flags) {
-    jh_growth_enter();
-    void *p = je_mallocx(size, flags);
-    jh_growth_leave();
-    return p;
-}
-
-/* The same. A jemalloc without a growth limit of its own is refused extents beyond region_max, which it then asks for
- * exactly; while a block that large is being allocated, an extent for it must pass. */
-static void *obtain(jh_heap *heap, size_t size, size_t alignment, int flags) {
-    if (jh_jemalloc.bounds_growth || size + alignment <= heap->space->region_max / 2) return allocate(size, flags);
-    size_t need = size + size / 4 + alignment + ((size_t)64 << 10); /* size class, alignment and cache-index padding */
-    atomic_fetch_add(&heap->large, 1);
-    void *p = NULL;
-    for (int tries = 0; !p && tries < 3; tries++) { /* another thread, done, may just be lowering the bounds */
-        bool raised = false;
-        for (unsigned i = 0; i < heap->shards; i++) {
-            size_t bound = atomic_load(&heap->shard[i].bound);
-            raised |= bound < need;
-            while (bound < need && !atomic_compare_exchange_weak(&heap->shard[i].bound, &bound, need)) {}
-        }
-        if (!tries || raised) p = allocate(size, flags);
-    }
-    if (atomic_fetch_sub(&heap->large, 1) == 1)
-        for (unsigned i = 0; i < heap->shards; i++) atomic_store(&heap->shard[i].bound, heap->space->region_max);
-    return p;
-}
-
 /* Without opt.retain jemalloc would ask for each over-aligned extent anew, and use it for anything afterwards: the hook
  * refuses that. Here is room for one, which jemalloc then finds among its own, unless other threads are always quicker. */
 static void *alloc_aligned(jh_heap *heap, size_t size, size_t alignment, int flags) {
@@ -190,8 +221,9 @@ static void *alloc_aligned(jh_heap *heap, size_t size, size_t alignment, int fla
 
 void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jemhooks_region **region) {
     int flags = jh_tcache_flags(heap) | MALLOCX_LG_ALIGN(__builtin_ctzl(alignment));
-    /* Before 5.3 jemalloc clears by MADV_DONTNEED, past every hook. */
-    if (zero && jh_jemalloc.metadata_outside) flags |= MALLOCX_ZERO;
+    /* Before 5.3 jemalloc clears by MADV_DONTNEED, past every hook; and what it was seeded with it takes for zero. */
+    bool clears = zero && (!jh_jemalloc.metadata_outside || heap->clears);
+    if (zero && !clears) flags |= MALLOCX_ZERO;
     void *p = obtain(heap, size, alignment, flags);
     if (!p && alignment > JH_PAGE && !jh_jemalloc.retain) p = alloc_aligned(heap, size, alignment, flags);
     if (!p) return NULL;
@@ -200,7 +232,7 @@ void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jem
         je_dallocx(p, MALLOCX_TCACHE_NONE);
         return NULL;
     }
-    if (zero && !jh_jemalloc.metadata_outside) memset(p, 0, size);
+    if (clears) memset(p, 0, size);
     return p;
 }
 

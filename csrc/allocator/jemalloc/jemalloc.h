@@ -104,6 +104,7 @@ struct jh_heap {
     atomic_ullong serial;  /* names this heap in every thread's table; a new one makes all of them look again */
     unsigned slot;         /* its place in those tables          */
     unsigned shards;
+    bool clears;           /* zeroes are this library's work, not jemalloc's */
     atomic_uint turn;      /* which shard the next thread gets   */
     jh_tcache *caches;     /* guarded by tcache.c's lock         */
     atomic_uint large;     /* allocations under way that may need an extent beyond the bound */
