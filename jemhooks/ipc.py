@@ -22,8 +22,14 @@ Thread-safe.
 from __future__ import annotations
 
 import builtins
+import errno
 import socket
-from typing import Any, NamedTuple, SupportsIndex
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
 
 from ._native import check, ffi, lib
 from .block import Block
@@ -48,6 +54,12 @@ class _Mapped(Block):
     def _buffer(self) -> Any:
         view = builtins.memoryview(super()._buffer())
         return view if self.writable else view.toreadonly()
+
+    def _view(self, kind: np.dtype[Any], lengths: tuple[int, ...], order: Literal["C", "F"]) -> npt.NDArray[Any]:
+        if self.writable:
+            return super()._view(kind, lengths, order)
+        count = int(np.prod(lengths, dtype=object))  # frombuffer's arrays cannot be made writable
+        return np.frombuffer(self._buffer(), kind, count).reshape(lengths, order=order)
 
 
 class Opened(_Mapped):
@@ -134,10 +146,16 @@ def open(handle: Any, *, read_only: bool = False) -> Opened:
     return Opened(out)
 
 
-def _timeout(sock: socket.socket) -> int:
-    """In milliseconds; -1: for ever."""
+def _transfer(sock: socket.socket, call: Callable[[int], int]) -> None:
+    """Call with the socket's timeout in ms (-1: for ever), and again after signals, whose handlers may raise."""
     seconds = sock.gettimeout()
-    return -1 if seconds is None else min(round(seconds * 1000), 2**31 - 1)
+    end = 0.0 if seconds is None else time.monotonic() + seconds
+    while True:
+        left = -1 if seconds is None else min(max(0, round((end - time.monotonic()) * 1000)), 2**31 - 1)
+        rc = call(left)
+        if rc != -errno.EINTR:
+            check(rc)
+            return
 
 
 def send(sock: socket.socket, obj: Any, nbytes: SupportsIndex | str | None = None, *, writable: bool = True) -> None:
@@ -146,7 +164,8 @@ def send(sock: socket.socket, obj: Any, nbytes: SupportsIndex | str | None = Non
     :raises TransferError: the socket failed, or its timeout is over. Else raises as :func:`export` does.
     """
     home, address, length = _memory(obj, nbytes)
-    check(lib.jemhooks_ipc_send(sock.fileno(), address, length, 0 if writable else _READ_ONLY, _timeout(sock)))
+    flags = 0 if writable else _READ_ONLY
+    _transfer(sock, lambda ms: lib.jemhooks_ipc_send(sock.fileno(), address, length, flags, ms))
     del home
 
 
@@ -156,7 +175,8 @@ def receive(sock: socket.socket, *, read_only: bool = False) -> Opened:
     :raises TransferError: the socket failed, its timeout is over, or something else came. Else raises as :func:`open`.
     """
     out = ffi.new("jemhooks_ipc_block *")
-    check(lib.jemhooks_ipc_receive(sock.fileno(), _READ_ONLY if read_only else 0, _timeout(sock), out))
+    flags = _READ_ONLY if read_only else 0
+    _transfer(sock, lambda ms: lib.jemhooks_ipc_receive(sock.fileno(), flags, ms, out))
     return Opened(out)
 
 

@@ -50,8 +50,8 @@ JEMHOOKS_API void jemhooks_ipc_close(jemhooks_ipc_block *block);
 JEMHOOKS_API int jemhooks_ipc_alive(const jemhooks_ipc_block *block);
 
 /* The same over a connected Unix socket, where descriptors may not be taken: they go along. One send for one receive; stream
- * sockets must be at the border of a message. timeout_ms -1: for ever. -ETIMEDOUT; -EPIPE: the peer has closed; -EPROTO: something
- * else was received. */
+ * sockets must be at the border of a message. timeout_ms -1: for ever. -ETIMEDOUT; -EINTR: a signal came before
+ * anything had gone; -EPIPE: the peer has closed; -EPROTO: something else was received. */
 JEMHOOKS_API int jemhooks_ipc_send(int socket, const void *p, size_t length, unsigned flags, int timeout_ms);
 JEMHOOKS_API int jemhooks_ipc_receive(int socket, unsigned flags, int timeout_ms, jemhooks_ipc_block *block);
 

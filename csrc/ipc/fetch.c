@@ -12,7 +12,10 @@
 
 static int by_pidfd(uint32_t pid, int fd) {
     int process = (int)syscall(SYS_pidfd_open, (pid_t)pid, 0);
-    if (process < 0) return -1;
+    if (process < 0) {
+        if (errno == EINVAL || errno == ENOENT) errno = ESRCH; /* no process has such a number; or it is a thread's */
+        return -1;
+    }
     int got = (int)syscall(SYS_pidfd_getfd, process, fd, 0), err = errno;
     close(process);
     errno = err;
@@ -23,7 +26,7 @@ static int by_pidfd(uint32_t pid, int fd) {
 static int by_path(uint32_t pid, int fd) {
     char path[48];
     snprintf(path, sizeof path, "/proc/%u/fd/%d", pid, fd);
-    return open(path, O_RDWR | O_CLOEXEC);
+    return open(path, O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
 }
 
 static void ptrace_scope(char *text, size_t room) {

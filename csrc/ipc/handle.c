@@ -32,15 +32,21 @@ static uint64_t hash(const void *bytes, size_t length) {
     return h;
 }
 
-/* Another one after each boot. */
-static uint32_t this_host(void) {
+/* This boot of this machine; never 0. 0 or -errno, recorded. */
+static int this_host(uint32_t *host) {
+    static atomic_uint known;
     char id[64] = "";
+    if ((*host = atomic_load(&known))) return 0;
     FILE *f = fopen("/proc/sys/kernel/random/boot_id", "re");
-    if (f) {
-        if (!fgets(id, sizeof id, f)) *id = 0;
-        fclose(f);
+    if (!f || !fgets(id, sizeof id, f)) {
+        int err = errno;
+        if (f) fclose(f);
+        return jh_fail(JEMHOOKS_ERROR_PROVIDER, err, "memory in other processes: reading /proc/sys/kernel/random/boot_id: %s%s", strerror(err),
+                       err == EMFILE ? "; close some files, or raise the limit (ulimit -n)" : "");
     }
-    return (uint32_t)hash(id, strlen(id));
+    fclose(f);
+    atomic_store(&known, *host = (uint32_t)hash(id, strlen(id)) | 1);
+    return 0;
 }
 
 /* Which file the region is of. 0 or -errno, recorded. */
@@ -85,13 +91,14 @@ int jh_ipc_export(const void *p, size_t length, unsigned flags, jemhooks_ipc_han
         return jh_fail(JEMHOOKS_ERROR_FORK, ECHILD, "%s: arena '%s' was made before the fork and is frozen in this process; export in the "
                        "parent", call, r->space->rails.name);
     if (!length) length = jemhooks_usable_size(p);
-    jh_handle h = {MAGIC, this_host(), 0, (uint32_t)getpid(), 0, 0, flags, 0, (uintptr_t)p - r->registration.hot->base, length, 0};
+    jh_handle h = {MAGIC, 0, 0, (uint32_t)getpid(), 0, 0, flags, 0, (uintptr_t)p - r->registration.hot->base, length, 0};
     if (length > r->registration.hot->length - h.offset)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "%s: %zu bytes at %p reach beyond their region, which ends after %zu; export one "
                        "block at a time", call, length, p, (size_t)(r->registration.hot->length - h.offset));
     jh_ledger_entry entry = {0};
     jh_ledger_owner owner;
-    int rc = describe(r, &entry);
+    int rc = this_host(&h.host);
+    if (!rc) rc = describe(r, &entry);
     if (!rc) rc = jh_ledger_own(&owner);
     if (!rc) rc = enter(r, &entry, &h);
     if (rc) return rc;
@@ -110,10 +117,12 @@ int jemhooks_ipc_export(const void *p, size_t length, unsigned flags, jemhooks_i
 
 int jh_ipc_decode(const jemhooks_ipc_handle *handle, jh_handle *h) {
     memcpy(h, handle, sizeof *h);
-    if (h->magic != MAGIC || h->check != hash(h, offsetof(jh_handle, check)) || !h->slot || h->slot >= JH_LEDGER_ENTRIES || !h->length)
+    if (h->magic != MAGIC || h->check != hash(h, offsetof(jh_handle, check)) || !h->slot || h->slot >= JH_LEDGER_ENTRIES || !h->serial || !h->length)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "opening memory of another process: these 64 bytes are no handle of this version, or "
                        "were changed on the way; pass on what jemhooks_ipc_export() gave");
-    if (h->host == this_host()) return 0;
+    uint32_t host;
+    int rc = this_host(&host);
+    if (rc || h->host == host) return rc;
     return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "opening memory of another process: the handle was made on another host, or before this "
                    "one was booted; memory can only be mapped where it is");
 }

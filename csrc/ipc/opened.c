@@ -20,6 +20,7 @@ typedef struct exporter {
     uint64_t id;
     const jh_ledger *ledger;
     int fd;                         /* of the ledger                            */
+    ino_t inode;                    /* the ledger's                             */
     size_t mappings;
 } exporter;
 
@@ -71,6 +72,11 @@ static int gone(const jh_handle *h, int err, const char *why) {
     return jh_fail(JEMHOOKS_ERROR_CLOSED, err, "opening %zu bytes of process %u: %s; ask for a new handle", (size_t)h->length, h->pid, why);
 }
 
+static ino_t inode_of(int fd) {
+    struct stat st;
+    return fstat(fd, &st) ? 0 : st.st_ino;
+}
+
 /* The exporter of the handle, which lives. NULL: recorded. */
 static exporter *find_exporter(const jh_handle *h, int given) {
     exporter *e = exporters;
@@ -81,7 +87,10 @@ static exporter *find_exporter(const jh_handle *h, int given) {
             jh_fail(JEMHOOKS_ERROR_PROVIDER, errno, "opening memory of process %u: %s; raise the limit (ulimit -n)", h->pid, strerror(errno));
         if (fd < 0) return NULL;
         const jh_ledger *ledger = jh_ledger_map(fd, h->ledger);
-        if (!ledger) gone(h, errno, errno == ESTALE ? "that process is not the one that made the handle, which has ended" : strerror(errno));
+        if (!ledger && errno == ESTALE) gone(h, ESTALE, "that process is not the one that made the handle, which has ended");
+        else if (!ledger)
+            jh_fail(JEMHOOKS_ERROR_PROVIDER, errno, "opening memory of process %u: mapping its table of 4 MiB: %s; the limits on address space "
+                    "and mappings are ulimit -v and vm.max_map_count", h->pid, strerror(errno));
         e = ledger ? calloc(1, sizeof *e) : NULL;
         if (!e) {
             if (ledger) jh_ledger_unmap(ledger);
@@ -89,8 +98,12 @@ static exporter *find_exporter(const jh_handle *h, int given) {
             close(fd);
             return NULL;
         }
-        *e = (exporter){exporters, h->ledger, ledger, fd, 0};
+        *e = (exporter){exporters, h->ledger, ledger, fd, inode_of(fd), 0};
         exporters = e;
+    }
+    if (given >= 0 && inode_of(given) != e->inode) {
+        gone(h, ESTALE, "the table that came along is another process's");
+        return NULL;
     }
     if (jh_ledger_alive(e->fd)) return e;
     if (!e->mappings) forget(e);
@@ -136,9 +149,13 @@ static void drop(mapping *m) {
 
 /* Drops what is kept in vain, or beyond the limit. */
 static void sweep(void) {
+    const exporter *asked = NULL;
+    bool alive = false;
     for (mapping *m = oldest, *next; m; m = next) {
         next = m->newer;
-        if (kept <= limit && serial_now(m->from, m->slot) == m->serial && jh_ledger_alive(m->from->fd)) continue;
+        if (m->from != asked) alive = jh_ledger_alive((asked = m->from)->fd);
+        if (kept <= limit && serial_now(m->from, m->slot) == m->serial && alive) continue;
+        asked = NULL; /* it may go with its last mapping, and another one come into its place */
         unkeep(m);
         drop(m);
     }
@@ -148,7 +165,8 @@ static void sweep(void) {
 static bool is_file_of(int fd, const jh_ledger_entry *entry) {
     struct stat st;
     if (fstat(fd, &st) || st.st_dev != entry->device || st.st_ino != entry->inode) return false;
-    if (entry->sealed && !(fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK)) return false;
+    int seals = entry->sealed ? fcntl(fd, F_GET_SEALS) : F_SEAL_SHRINK;
+    if (seals < 0 || !(seals & F_SEAL_SHRINK) || entry->offset + entry->length < entry->offset) return false;
     if (!entry->page || entry->page & (entry->page - 1) || entry->page > (uint64_t)1 << 30) return false;
     return !S_ISREG(st.st_mode) || (uint64_t)st.st_size >= entry->offset + entry->length;
 }
@@ -237,10 +255,11 @@ int jh_ipc_open(const jemhooks_ipc_handle *handle, unsigned flags, jh_descriptor
     pthread_mutex_lock(&lock);
     mapping *m = obtain(&h, fds, writable);
     rc = m ? 0 : -errno;
-    if (m && (h.offset > m->length || h.length > m->length - h.offset)) {
+    size_t reach = m ? m->length : 0;
+    if (m && (h.offset > reach || h.length > reach - h.offset)) {
         release(m);
         rc = jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "%s: the handle names %zu bytes at %zu of a region of %zu: it was forged", call,
-                     (size_t)h.length, (size_t)h.offset, m->length);
+                     (size_t)h.length, (size_t)h.offset, reach);
     }
     if (!rc) *block = (jemhooks_ipc_block){(char *)m->base + h.offset, h.length, writable, m->base, m->length, m};
     pthread_mutex_unlock(&lock);

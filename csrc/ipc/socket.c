@@ -17,58 +17,85 @@ static int64_t now_ms(void) {
 
 /* Waits until the socket is ready; `end` -1: for ever. 0 or -errno. */
 static int wait_for(int socket, short events, int64_t end) {
-    for (;;) {
-        int64_t left = end < 0 ? -1 : end - now_ms();
-        struct pollfd p = {socket, events, 0};
-        int n = end >= 0 && left < 0 ? 0 : poll(&p, 1, (int)left);
-        if (n > 0) return 0;
-        if (!n) return -ETIMEDOUT;
-        if (errno != EINTR) return -errno;
+    int64_t left = end < 0 ? -1 : end - now_ms();
+    struct pollfd p = {socket, events, 0};
+    int n = poll(&p, 1, left < 0 && end >= 0 ? 0 : (int)left);
+    return n > 0 ? 0 : n ? -errno : -ETIMEDOUT;
+}
+
+/* What came along with a message: our two descriptors, or others, which are closed. */
+static void take_descriptors(struct msghdr *message, jh_descriptors *fds) {
+    for (struct cmsghdr *c = CMSG_FIRSTHDR(message); c; c = CMSG_NXTHDR(message, c)) {
+        if (c->cmsg_level != SOL_SOCKET || c->cmsg_type != SCM_RIGHTS) continue;
+        size_t count = (c->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        for (size_t i = 0; i < count; i++) {
+            int fd;
+            memcpy(&fd, CMSG_DATA(c) + i * sizeof fd, sizeof fd);
+            if (!i && fds->ledger < 0) fds->ledger = fd;
+            else if (i == 1 && fds->memory < 0) fds->memory = fd;
+            else close(fd);
+        }
     }
 }
 
-/* Sends or receives the 64 bytes; descriptors go with the first. 0 or -errno. */
-static int transfer(int socket, bool receive, jemhooks_ipc_handle *handle, jh_descriptors *fds, int timeout_ms) {
-    int64_t end = timeout_ms < 0 ? -1 : now_ms() + timeout_ms;
+/* One piece of the 64 bytes; the descriptors go with the first. How many bytes, or -errno. */
+static ssize_t piece(int socket, bool receive, struct iovec *bytes, jh_descriptors *fds) {
     union {
         struct cmsghdr head;
-        char room[CMSG_SPACE(sizeof *fds)];
+        char room[256]; /* others' messages, such as credentials, may come along */
     } control;
-    for (size_t done = 0; done < sizeof *handle;) {
-        struct iovec bytes = {handle->bytes + done, sizeof *handle - done};
-        struct msghdr message = {.msg_iov = &bytes, .msg_iovlen = 1};
-        if (!done) {
-            memset(&control, 0, sizeof control);
+    struct msghdr message = {.msg_iov = bytes, .msg_iovlen = 1};
+    memset(&control, 0, sizeof control);
+    if (!receive) {
+        if (fds) {
             message.msg_control = &control;
-            message.msg_controllen = sizeof control;
-        }
-        if (!done && !receive) {
+            message.msg_controllen = CMSG_SPACE(sizeof *fds);
             control.head = (struct cmsghdr){.cmsg_len = CMSG_LEN(sizeof *fds), .cmsg_level = SOL_SOCKET, .cmsg_type = SCM_RIGHTS};
             memcpy(CMSG_DATA(&control.head), fds, sizeof *fds);
         }
+        ssize_t sent = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+        return sent < 0 ? -errno : sent;
+    }
+    message.msg_control = &control;
+    message.msg_controllen = sizeof control;
+    ssize_t n = recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+    if (n < 0) return -errno;
+    jh_descriptors none = {-1, -1};
+    take_descriptors(&message, fds ? fds : &none);
+    if (!fds && none.ledger >= 0) close(none.ledger);
+    if (!fds && none.memory >= 0) close(none.memory);
+    if (!n) return -EPIPE;
+    if (fds && (fds->ledger < 0 || fds->memory < 0)) return message.msg_flags & MSG_CTRUNC ? -EMFILE : -EPROTO; /* where none is free */
+    return n;
+}
+
+/* Sends or receives the 64 bytes. 0 or -errno; -EINTR only before anything has gone. */
+static int transfer(int socket, bool receive, jemhooks_ipc_handle *handle, jh_descriptors *fds, int timeout_ms) {
+    int64_t end = timeout_ms < 0 ? -1 : now_ms() + timeout_ms;
+    int domain = 0;
+    socklen_t size = sizeof domain;
+    if (socket < 0) return -EBADF;
+    if (getsockopt(socket, SOL_SOCKET, SO_DOMAIN, &domain, &size)) return -errno;
+    if (domain != AF_UNIX) return -EAFNOSUPPORT;
+    for (size_t done = 0; done < sizeof *handle;) {
+        struct iovec bytes = {handle->bytes + done, sizeof *handle - done};
         int rc = wait_for(socket, receive ? POLLIN : POLLOUT, end);
+        if (rc == -EINTR && done) continue;
         if (rc) return rc;
-        ssize_t n = receive ? recvmsg(socket, &message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT) : sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-        if (n < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-        if (n < 0) return -errno;
-        if (!n) return -EPIPE;
-        const struct cmsghdr *c = receive && !done ? CMSG_FIRSTHDR(&message) : NULL;
-        if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS && c->cmsg_len == CMSG_LEN(sizeof *fds))
-            memcpy(fds, CMSG_DATA(c), sizeof *fds);
-        else if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS && c->cmsg_len == CMSG_LEN(sizeof(int)))
-            memcpy(&fds->ledger, CMSG_DATA(c), sizeof(int));
-        if (receive && (fds->ledger < 0 || fds->memory < 0))
-            return message.msg_flags & MSG_CTRUNC ? -EMFILE : -EPROTO; /* where no descriptor is free the kernel leaves them out */
+        ssize_t n = piece(socket, receive, &bytes, done ? NULL : fds);
+        if (n == -EAGAIN || n == -EINTR) continue;
+        if (n < 0) return (int)n;
         done += (size_t)n;
     }
     return 0;
 }
 
 static int failed(const char *call, int socket, int rc) {
-    const char *remedy = rc == -EPROTO ? "; something else was received: send and receive in turns" :
-                         rc == -EMFILE ? "; raise the limit (ulimit -n)" :
-                         rc == -EPIPE  ? "; the peer has closed it" :
-                         rc == -ENOTSOCK || rc == -EOPNOTSUPP || rc == -EINVAL ? "; give a connected Unix socket" : "";
+    const char *remedy = "; give a connected Unix socket";
+    if (rc == -EPROTO) remedy = "; something else was received: send and receive in turns";
+    else if (rc == -EMFILE) remedy = "; raise the limit (ulimit -n)";
+    else if (rc == -EPIPE || rc == -ECONNRESET) remedy = "; the peer has closed it";
+    else if (rc == -ETIMEDOUT || rc == -EINTR) remedy = "";
     return jh_fail(JEMHOOKS_ERROR_TRANSFER, -rc, "%s: socket %d: %s%s", call, socket, strerror(-rc), remedy);
 }
 

@@ -200,6 +200,11 @@ static void mid_life(void) {
             size_t again = 0;
             for (size_t i = 0; i < n; i++) again += block[i] != NULL;
             CHECK("goes_on", again >= n - n / 10, "of %zu blocks %zu could be had when there was room again", n, again);
+            for (size_t i = n - n / 8; registered && !round && i < n; i++) {
+                MUST(jemhooks_free(block[i])); /* room for the unused pages of the region */
+                block[i] = NULL;
+            }
+            if (registered && !round) MUST(jemhooks_trim(arena, NULL));
             if (registered && !round && jemhooks_get_key(block[0], &key)) violated("key", "no key: %s", jemhooks_last_error());
         }
         figure("refusals", (double)disk.refusals);
@@ -270,8 +275,11 @@ static double usable(size_t size, bool shared) {
     return (double)(n * size) / RANGE;
 }
 
-/* jemalloc pads a block of 64 KiB by a page, so that 64/68 is the most there can be. */
+/* jemalloc pads large blocks by a page, so that 64/68 is the most there can be; from 5.3.1 on it rounds that up to its next size,
+ * and 64/80 is. */
 static void share(void) {
+    const char *version = jemhooks_allocator_version();
+    bool rounds = strncmp(version, "5.3.0-0-", 8) && jemalloc_at_least(5, 3);
     static const struct {
         size_t size;
         double alone, shared;
@@ -279,8 +287,9 @@ static void share(void) {
     for (size_t i = 0; i < sizeof least / sizeof *least; i++) {
         char name[2][32];
         double alone = usable(least[i].size, false), shared = usable(least[i].size, true);
-        CHECK("share", alone >= least[i].alone, "blocks of %zu bytes fill %.4f of a range", least[i].size, alone);
-        CHECK("share", shared >= least[i].shared, "blocks of %zu bytes fill %.4f of a shared range", least[i].size, shared);
+        double most = rounds && least[i].size >= 64 * KIB ? 0.77 : 1;
+        CHECK("share", alone >= (least[i].alone < most ? least[i].alone : most), "blocks of %zu bytes fill %.4f of a range", least[i].size, alone);
+        CHECK("share", shared >= (least[i].shared < most ? least[i].shared : most - 0.03), "blocks of %zu bytes fill %.4f of a shared range", least[i].size, shared);
         snprintf(name[0], sizeof name[0], "alone_%zu", least[i].size);
         snprintf(name[1], sizeof name[1], "shared_%zu", least[i].size);
         figure(name[0], alone);
