@@ -39,7 +39,7 @@ prepare() {
 prepare_vm() {
     [ "$(dpkg --print-architecture)" = amd64 ] || { echo "the guest is for amd64 alone" && exit 125; }
     install_packages "${build_packages[@]}" python3 python3-dev python3-venv python3-pyverbs linux-image-amd64 qemu-system-x86 \
-        busybox-static file make kmod iproute2 rdma-core ibverbs-utils ibverbs-providers perftest
+        busybox-static file make kmod ndctl e2fsprogs iproute2 rdma-core ibverbs-utils ibverbs-providers perftest
     if [ ! -x .venv-vm/bin/vng ]; then
         say "making a Python environment in .venv-vm with $(/usr/bin/python3 --version)"
         /usr/bin/python3 -m venv --system-site-packages .venv-vm

@@ -1,4 +1,4 @@
-"""The conformance suite over the providers of this machine. Those that need persistent memory: tests/verbs."""
+"""The conformance suite over the providers of this machine. Those that need persistent memory: tests/pmem."""
 
 from __future__ import annotations
 

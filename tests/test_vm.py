@@ -25,12 +25,14 @@ def vm(root: Path, *args: str) -> subprocess.CompletedProcess[str]:
         ("--hosts", "3", "true"),
         ("--hosts", "2", "true"),
         ("--hosts",),
+        ("--pmem",),
+        ("--pmem", "--hosts", "2", "true", "--", "true"),
     ],
 )
 def test_usage(root: Path, args: tuple[str, ...]) -> None:
     done = vm(root, *args)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "ci/vm [--timeout SECONDS] [--boot-timeout SECONDS] COMMAND" in done.stderr
+    assert "ci/vm [--timeout SECONDS] [--boot-timeout SECONDS] [--pmem] COMMAND" in done.stderr
 
 
 def guests() -> set[str]:
