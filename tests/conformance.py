@@ -48,7 +48,7 @@ def test_arenas_leave_nothing(provider_kind: Kind, resources: Callable[[], Resou
         after, grown = resources(), status("VmSize") - size
         assert after.descriptors == before.descriptors, f"{rounds} arenas left open files behind"
         assert len(mappings()) <= lines + 10, f"{rounds} arenas left mappings behind"
-        assert grown <= OWN_METADATA * rounds + 8192, f"{rounds} arenas took {grown} kB of address space with them"
+        assert grown <= OWN_METADATA * rounds + 32768, f"{rounds} arenas took {grown} kB of address space with them"
         assert after.resident_kb < before.allow_kb(4096, rounds), f"{rounds} arenas left memory behind"
 
 
@@ -67,7 +67,7 @@ def test_providers_leave_nothing(provider_kind: Kind, resources: Callable[[], Re
     after, grown = resources(), status("VmSize") - size
     assert after.descriptors == before.descriptors, f"{rounds} providers left open files behind"
     assert len(mappings()) <= lines + 10, f"{rounds} providers left mappings behind"
-    assert grown <= OWN_METADATA * rounds + 8192, f"{rounds} providers took {grown} kB of address space with them"
+    assert grown <= OWN_METADATA * rounds + 32768, f"{rounds} providers took {grown} kB of address space with them"
     assert after.resident_kb < before.allow_kb(4096, rounds), f"{rounds} providers left memory behind"
 
 
