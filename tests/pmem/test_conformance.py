@@ -12,8 +12,8 @@ pytest.register_assert_rewrite("conformance", "conformance_ends", "kinds")
 from conformance import *  # noqa: E402, F403
 from kinds import Kind, MiB  # noqa: E402
 
-# The guest is emulated: fewer rounds, and not all tests of all kinds (conftest.py). `limit`: the device's size, and what
-# files may take of their file system.
+# The guest is emulated: fewer rounds, and not all tests of all kinds (conftest.py). `limit`: the device's size, and
+# what files may take of their file system.
 KINDS = [
     Kind("fsdax", "jh.File(place)", "/run/fsdax", limit=80 * MiB, hurry=5),
     Kind("ext4", "jh.File(place)", "/run/ext4", limit=64 * MiB, hurry=5),
