@@ -9,6 +9,24 @@
 #define MAX_SHARDS 64
 #define ALL_ACCESS 63u
 
+/* May registrar i serve such an arena? 0 or an error, recorded. */
+static int check_registrar(const char *name, const jemhooks_config *c, unsigned i) {
+    const jemhooks_registrar *g = c->registrars[i];
+    if (!g) return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': registrar %u is NULL", name, i);
+    bool pins = g->ops.pins == 1 || (g->ops.pins == 2 && !(c->access & JEMHOOKS_ON_DEMAND));
+    if (pins && c->policy != JEMHOOKS_NONE && c->provider && c->provider->ops.flags & JEMHOOKS_NOT_PINNABLE)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EOPNOTSUPP, "arena '%s': registrar %s pins memory for long, which the kernel refuses for "
+                       "this %s memory (a file that is not on tmpfs); use memfd, anonymous or devdax memory, a registrar that does not "
+                       "pin%s", name, g->ops.name, c->provider->ops.name, g->ops.pins == 2 ? ", or access on_demand" : "");
+    if (c->prepare && g->ops.not_in_free)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': registrar %s runs only on the threads that call this library, not on "
+                       "one that prepares regions ahead; use another registrar, or prepare nothing", name, g->ops.name);
+    if (c->rotate_keys && g->ops.not_in_free)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': registrar %s is not called when something is freed, so its keys would "
+                       "outlive their data; use another registrar, or leave rotate_keys out", name, g->ops.name);
+    return 0;
+}
+
 int jh_config_check(const char *name, const jemhooks_config *c) {
     if (c->policy < JEMHOOKS_LAZY || c->policy > JEMHOOKS_NONE)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': policy %d is not one of JEMHOOKS_LAZY, _EAGER, _NONE", name,
@@ -19,9 +37,10 @@ int jh_config_check(const char *name, const jemhooks_config *c) {
     if (c->registrar_count > JEMHOOKS_MAX_RAILS || (c->registrar_count && !c->registrars))
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': %u registrars at %p; give an array of at most %d", name,
                        c->registrar_count, (const void *)c->registrars, JEMHOOKS_MAX_RAILS);
-    for (unsigned i = 0; i < c->registrar_count; i++)
-        if (!c->registrars[i])
-            return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': registrar %u is NULL", name, i);
+    for (unsigned i = 0; i < c->registrar_count; i++) {
+        int rc = check_registrar(name, c, i);
+        if (rc) return rc;
+    }
     if (!c->registrar_count && c->policy != JEMHOOKS_NONE)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': policy lazy or eager needs a registrar; give one, or policy "
                        "none", name);
@@ -43,24 +62,6 @@ int jh_config_check(const char *name, const jemhooks_config *c) {
     if (c->prepare != JEMHOOKS_PREPARE_NOTHING && c->prepare != JEMHOOKS_PREPARE_AHEAD)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': prepare %d is not JEMHOOKS_PREPARE_NOTHING or _AHEAD", name,
                        c->prepare);
-    for (unsigned i = 0; i < c->registrar_count && c->provider && c->policy != JEMHOOKS_NONE; i++) {
-        int pins = c->registrars[i]->ops.pins;
-        if (pins && c->provider->ops.flags & JEMHOOKS_NOT_PINNABLE && !(pins == 2 && c->access & JEMHOOKS_ON_DEMAND))
-            return jh_fail(JEMHOOKS_ERROR_CONFIG, EOPNOTSUPP, "arena '%s': registrar %s pins memory for long, which the kernel refuses "
-                           "for this %s memory (a file that is not on tmpfs); use memfd, anonymous or devdax memory, a registrar that does "
-                           "not pin%s", name, c->registrars[i]->ops.name, c->provider->ops.name,
-                           pins == 2 ? ", or access on_demand" : "");
-    }
-    for (unsigned i = 0; i < c->registrar_count && c->prepare; i++)
-        if (c->registrars[i]->ops.not_in_free)
-            return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': registrar %s runs only on the threads that call this library, "
-                           "not on one that prepares regions ahead; use another registrar, or prepare nothing", name,
-                           c->registrars[i]->ops.name);
-    for (unsigned i = 0; i < c->registrar_count && c->rotate_keys; i++)
-        if (c->registrars[i]->ops.not_in_free)
-            return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': registrar %s is not called when something is freed, so its keys "
-                           "would outlive their data; use another registrar, or leave rotate_keys out", name,
-                           c->registrars[i]->ops.name);
     if (c->dirty_decay_ms < JEMHOOKS_DECAY_DEFAULT || c->muzzy_decay_ms < JEMHOOKS_DECAY_DEFAULT)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, EINVAL, "arena '%s': decay times of %zd and %zd ms; 0 is at once, -1 never, "
                        "JEMHOOKS_DECAY_DEFAULT jemalloc's own", name, c->dirty_decay_ms, c->muzzy_decay_ms);

@@ -2,7 +2,7 @@
 #ifndef JH_CONFIG_CHECK_H
 #define JH_CONFIG_CHECK_H
 
-#include "region.h"
+#include "space.h"
 
 /* The config of arena `name`: 0 or an error, recorded. */
 int jh_config_check(const char *name, const jemhooks_config *c);

@@ -97,6 +97,7 @@ int jh_ledger_enter(const jh_ledger_entry *entry, unsigned *slot, uint64_t *seri
         *slot = unused_slots ? unused_slots : ++top;
         jh_ledger_entry *e = at(*slot);
         unused_slots = unused_slots ? (unsigned)e->unused : 0;
+        atomic_thread_fence(memory_order_release); /* who reads what follows reads that the last serial is gone */
         e->device = entry->device;
         e->inode = entry->inode;
         e->offset = entry->offset;

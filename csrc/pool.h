@@ -2,7 +2,7 @@
 #ifndef JH_POOL_H
 #define JH_POOL_H
 
-#include "region.h"
+#include "space.h"
 
 /* NULL: no memory for it. */
 jh_region *jh_pool_take_region(void);

@@ -2,7 +2,7 @@
 #ifndef JH_PREPARE_H
 #define JH_PREPARE_H
 
-#include "region.h"
+#include "space.h"
 
 /* Starts a thread that does it; `age` is called now and then, to let free memory age. 0 or an error, recorded. */
 int jh_prepare_start(jh_space *s, void (*age)(jh_space *s));

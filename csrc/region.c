@@ -1,9 +1,9 @@
-/* region.c - the life of regions: mapped from a provider, carved into extents, committed and decommitted page by page,
- * unmapped whole when their arena ends and never before.
- * Concurrency: hooks run this on any thread, several at once, under jemalloc's locks. Three short locks, none held while
- * another is waited for but space.carve, whose holder may map a region: space.carve, pages.lock of one region, `strands`.
- * The list of a space grows at its head only and is read without a lock. */
-#include "region.h"
+/* region.c - the life of a region: mapped from a provider, committed and decommitted page by page, unmapped whole when its arena
+ * ends and never before.
+ * Concurrency: hooks run this on any thread, several at once, under jemalloc's locks. Two short locks, neither held while the
+ * other is waited for: pages.lock of one region, `strands`. The list of a space grows at its head only and is read without a
+ * lock. */
+#include "space.h"
 #include "error.h"
 #include "events.h"
 #include "fault.h"
@@ -14,8 +14,6 @@
 
 #include <string.h>
 #include <sys/mman.h>
-
-#define LEAST_SHARED ((size_t)64 << 10) /* bytes of a region that extents share */
 
 static pthread_mutex_t strands = PTHREAD_MUTEX_INITIALIZER;
 static jh_region *stranded; /* ranges that are registered for good, with no arena any more; guarded by `strands` */
@@ -91,13 +89,9 @@ static int reserve_new(jh_space *s, jh_pages *p) {
     return rc;
 }
 
-/* A region of at least `length` bytes, or the given one; all of it is one gap, which nobody carves from yet. NULL with
- * space.map_error. */
-static jh_gap *region_open(jh_space *s, size_t length, size_t alignment, const jemhooks_mapping *given) {
+jh_region *jh_region_open(jh_space *s, size_t length, size_t alignment, const jemhooks_mapping *given) {
     jemhooks_mapping m = {.length = length};
     int err = ENOMEM;
-    jh_gap *gap = jh_pool_take_gap();
-    if (!gap) goto no_gap;
     jh_region *r = jh_pool_take_region();
     if (!r) goto no_struct;
     if (given) m = *given;
@@ -114,14 +108,12 @@ static jh_gap *region_open(jh_space *s, size_t length, size_t alignment, const j
     memset(r->registration.hot->user, 0, sizeof r->registration.hot->user);
     publish(r, JEMHOOKS_MAPPED, base, length);
     if ((err = -enter(r, base, length))) goto not_entered;
-    size_t edge = r->outer ? JH_PAGE : 0; /* jemalloc finds the block around it by its first and last page: keep off them */
-    *gap = (jh_gap){NULL, r, edge, length - edge};
     r->next = atomic_load(&s->regions);
     while (!atomic_compare_exchange_weak(&s->regions, &r->next, r)) {}
     atomic_fetch_add(&s->region_count, 1);
     atomic_fetch_add(&s->mapped, length);
     jh_event(s->arena, JEMHOOKS_ON_MAP, (uintptr_t)base, length);
-    return gap;
+    return r;
 
 not_entered:
     publish(r, JEMHOOKS_UNMAPPED, NULL, 0);
@@ -132,18 +124,8 @@ no_pages:
 not_mapped:
     jh_pool_return_region(r);
 no_struct:
-    jh_pool_return_gap(gap);
-no_gap:
     atomic_store(&s->map_error, err);
     return NULL;
-}
-
-/* May be carved from, from now on. The caller holds space.carve, or is alone. */
-static bool offer(jh_space *s, jh_gap *gap) {
-    if (!gap) return false;
-    gap->next = s->gaps;
-    s->gaps = gap;
-    return true;
 }
 
 /* What other processes have of it is no longer vouched for. */
@@ -153,7 +135,7 @@ static void unexport(jh_region *r) {
 }
 
 /* Takes the region out of the page map; the regions in its midst, if there still are any, now lie in its outer one. */
-static void region_hide(jh_region *r) {
+static void hide(jh_region *r) {
     jh_pagemap_remove(r->registration.hot, r->outer ? r->outer->registration.hot : NULL);
     if (r->outer) atomic_fetch_sub(&r->outer->inner, 1);
     if (!atomic_load(&r->inner)) return;
@@ -166,13 +148,13 @@ static void region_hide(jh_region *r) {
     }
 }
 
-static void region_close(jh_region *r) {
+void jh_region_close(jh_region *r) {
     void *base = (void *)r->registration.hot->base;
     size_t length = r->registration.hot->length;
     jh_seal(&r->registration); /* so that no subscriber registers it; whoever ended its registration may still hold its lock */
     jh_event(r->space->arena, JEMHOOKS_ON_UNMAP, (uintptr_t)base, length);
     unexport(r);
-    region_hide(r);
+    hide(r);
     publish(r, JEMHOOKS_UNMAPPED, NULL, 0);
     jh_claim_over();
     jh_pages_fini(&r->registration.pages);
@@ -180,12 +162,11 @@ static void region_close(jh_region *r) {
     jh_pool_return_region(r);
 }
 
-/* A region whose registration cannot be ended: a device may still write to it, so it stays mapped, with its registrars
- * and its provider open, but no look-up finds it, and no other region may lie there. */
-static void strand(jh_region *r) {
+/* A device may still write to it, so its registrars and its provider stay open, and no other region may lie there. */
+void jh_region_strand(jh_region *r) {
     jh_space *s = r->space;
     unexport(r);
-    region_hide(r);
+    hide(r);
     jh_budget_strand(&r->registration.pin);
     __atomic_store_n(&r->registration.hot->arena, NULL, __ATOMIC_RELEASE);
     jh_provider_keep(s->provider);
@@ -206,159 +187,11 @@ size_t jh_stranded_bytes(void) {
     return n;
 }
 
-int jh_space_open(jh_space *s) {
-    atomic_init(&s->regions, NULL);
-    s->gaps = NULL;
-    return -pthread_mutex_init(&s->carve, NULL);
-}
-
-int jh_space_map_whole(jh_space *s) {
-    size_t n = 0;
-    while (n < s->provider->regions && offer(s, region_open(s, 0, JH_PAGE, &s->provider->region[n]))) n++;
-    if (n == s->provider->regions) return 0;
-    int err = atomic_load(&s->map_error);
-    const char *why = err == EEXIST ? "it overlaps another region; it must lie outside of it, or in one live block of it and have "
-                                      "12 KiB at least"
-                      : err == EADDRINUSE ? "its registrar failed to deregister it earlier, so a device may still reach it"
-                                          : strerror(err);
-    return jh_fail(JEMHOOKS_ERROR_PROVIDER, err, "arena '%s': %s range %zu of %zu (%zu bytes in all) cannot be a region: %s",
-                   s->rails.name, s->provider->ops.name, n + 1, s->provider->regions, s->provider->whole, why);
-}
-
-int jh_space_close(jh_space *s) {
-    int first = 0;
-    jh_region *r = atomic_exchange(&s->regions, NULL);
-    while (r) {
-        jh_region *next = r->next;
-        int rc = jh_deregister(&r->registration, JH_DESPITE_BLOCKS);
-        if (jh_state(r->registration.hot) == JEMHOOKS_MAPPED) {
-            region_close(r);
-        } else {
-            first = first ? first : rc < 0 ? rc : -EIO;
-            strand(r);
-        }
-        r = next;
-    }
-    while (s->gaps) {
-        jh_gap *gap = s->gaps;
-        s->gaps = gap->next;
-        jh_pool_return_gap(gap);
-    }
-    pthread_mutex_destroy(&s->carve);
-    return first;
-}
-
-int jh_space_trim(jh_space *s, size_t *released) {
-    int first = 0;
-    for (jh_region *r = atomic_load(&s->regions); r; r = r->next) {
-        size_t length = r->registration.hot->length;
-        int rc = jh_deregister(&r->registration, JH_IF_IDLE);
-        if (!rc) *released += length;
-        else if (rc < 0 && !first) first = rc;
-    }
-    return first;
-}
-
-int jh_space_revoke(jh_space *s) {
-    int first = 0;
-    for (jh_region *r = atomic_load(&s->regions); r; r = r->next) {
-        int rc = jh_deregister(&r->registration, JH_DESPITE_LEASES);
-        if (rc < 0 && !first) first = rc;
-    }
-    return first;
-}
-
-size_t jh_space_leases(const jh_space *s) {
-    size_t n = 0;
-    for (jh_region *r = atomic_load(&s->regions); r; r = r->next)
-        n += __atomic_load_n(&r->registration.hot->word, __ATOMIC_RELAXED) >> 8;
-    return n;
-}
-
-size_t jh_space_committed(const jh_space *s) {
-    size_t pages = 0;
-    for (jh_region *r = atomic_load(&s->regions); r; r = r->next) pages += jh_pages_committed(&r->registration.pages);
-    return pages * JH_PAGE;
-}
-
-size_t jh_space_largest_gap(jh_space *s) {
-    size_t largest = 0;
-    pthread_mutex_lock(&s->carve);
-    for (const jh_gap *g = s->gaps; g; g = g->next)
-        if (g->end - g->at > largest) largest = g->end - g->at;
-    pthread_mutex_unlock(&s->carve);
-    return largest;
-}
-
-/* ---- for the thread that prepares regions ------------------------------------------------------------------------ */
-
-/* What the next extent may take: jemalloc's steps grow by a quarter at most. space.carve held. */
-static size_t next_extent(const jh_space *s) {
-    size_t next = (s->last + s->last / 4 + JH_SLOT) / JH_SLOT * JH_SLOT;
-    return next < s->region_max ? next : s->region_max;
-}
-
-/* Where a gap is linked that the next extent fits in, in a region that is registered, if it is to be; or (untouched) one that a
- * whole region is, and that is not. */
-static jh_gap **find_gap(jh_space *s, bool untouched) {
-    size_t next = next_extent(s);
-    for (jh_gap **link = &s->gaps; *link; link = &(*link)->next) {
-        const jh_gap *g = *link;
-        const jemhooks_region *hot = g->region->registration.hot;
-        bool registered = s->rails.policy == JEMHOOKS_NONE || jh_state(hot) != JEMHOOKS_MAPPED;
-        if (g->end - g->at >= next && registered != untouched && (!untouched || (!g->at && g->end == hot->length))) return link;
-    }
-    return NULL;
-}
-
-static bool ready_gap(jh_space *s) {
-    return s->provider->regions || find_gap(s, false);
-}
-
-bool jh_space_wants(jh_space *s, jh_gap **unready) {
-    *unready = NULL;
-    if (atomic_load(&s->rails.quiet)) return false;
-    pthread_mutex_lock(&s->carve);
-    bool wanted = !ready_gap(s);
-    jh_gap **link = wanted ? find_gap(s, true) : NULL;
-    if (link) {
-        *unready = *link;
-        *link = (*link)->next;
-    }
-    pthread_mutex_unlock(&s->carve);
-    return wanted;
-}
-
-jh_gap *jh_space_map(jh_space *s) {
-    return region_open(s, s->region_max, JH_SLOT, NULL);
-}
-
-void jh_space_offer(jh_space *s, jh_gap *whole) {
-    pthread_mutex_lock(&s->carve);
-    offer(s, whole);
-    pthread_mutex_unlock(&s->carve);
-}
-
 /* ---- for hooks ------------------------------------------------------------------------------------------------- */
 
-/* A new region for an extent of `size` bytes. jemalloc's own growing steps are regions as they are. Smaller exact extents
- * come with opt.retain off, and on any jemalloc once a step was refused: they share regions, unless memory is short. */
-static bool grow(jh_space *s, size_t size, size_t alignment) {
-    size_t least = alignment;
-    bool divided = s->provider->whole && !s->provider->regions;
-    if (alignment < JH_SLOT) alignment = JH_SLOT;
-    if (size < s->growth && offer(s, region_open(s, s->growth, alignment, NULL))) {
-        s->growth = s->growth * 2 < s->region_max ? s->growth * 2 : s->region_max;
-        return true;
-    }
-    for (size_t length = s->growth / 2; divided && length > size && length >= LEAST_SHARED; length /= 2) /* what is left */
-        if (offer(s, region_open(s, length, length < alignment ? least : alignment, NULL))) return true;
-    return offer(s, region_open(s, size, alignment, NULL)) || (divided && offer(s, region_open(s, size, least, NULL)));
-}
-
-/* Takes pages into use; pages.lock is taken here. False: there are none. */
-static bool commit_pages(jh_region *r, size_t first, size_t n) {
+bool jh_region_commit(jh_region *r, void *address, size_t length) {
     jh_registration *g = &r->registration;
+    size_t first = (size_t)((char *)address - g->pages.base) / JH_PAGE, n = length / JH_PAGE;
     pthread_mutex_lock(&g->pages.lock);
     int err = -jh_pages_reserve(&g->pages, first, n);
     if (err) {
@@ -371,110 +204,10 @@ static bool commit_pages(jh_region *r, size_t first, size_t n) {
         bool prepared = atomic_fetch_and(&g->pin.unused_since, ~JH_UNUSED_YET) & JH_UNUSED_YET;
         if (!prepared) atomic_fetch_add(&g->rails->hits, 1);
     }
-    if (r->space->seeding) jh_pages_hold(&g->pages, first, n, true);
+    if (atomic_load(&r->space->seeding)) jh_pages_hold(&g->pages, first, n, true);
     else jh_pages_commit(&g->pages, first, n);
     pthread_mutex_unlock(&g->pages.lock);
     return true;
-}
-
-/* [at, at + size) of r is a gap again. */
-static void uncarve(jh_region *r, size_t at, size_t size) {
-    jh_gap *gap = jh_pool_take_gap();
-    if (!gap) return; /* then it is lost to this arena, as long as it lives */
-    *gap = (jh_gap){NULL, r, at, at + size};
-    jh_space_offer(r->space, gap);
-}
-
-/* Hands out [at, at + size) of r, which the caller has just carved. */
-static void *extent(jh_region *r, size_t at, size_t size, bool *zero, bool *commit) {
-    jh_pages *pages = &r->registration.pages;
-    size_t first = at / JH_PAGE, n = size / JH_PAGE;
-    if (JH_FAULT(commit_answered)) *commit = true;
-    /* Not promised where peers may soon write, or have written: then it need not be kept, but where zeroes are asked for. */
-    bool may = pages->provider->host_accessible && r->registration.rails->policy != JEMHOOKS_EAGER;
-    pthread_mutex_lock(&pages->lock);
-    *zero = *zero || (may && !jh_pages_any_stale(pages, first, n));
-    jh_pages_promise(pages, first, n, *zero);
-    pthread_mutex_unlock(&pages->lock);
-    if (!*commit || commit_pages(r, first, n)) return pages->base + at;
-    uncarve(r, at, size);
-    return NULL;
-}
-
-/* Can [*at, *at + size) be carved from the gap? */
-static bool fits(const jh_gap *g, size_t size, size_t alignment, size_t *at) {
-    uintptr_t base = g->region->registration.hot->base;
-    *at = ((base + g->at + alignment - 1) & ~(alignment - 1)) - base;
-    return *at <= g->end && size <= g->end - *at;
-}
-
-/* Where the smallest gap is linked that it can be carved from; NULL: there is none. */
-static jh_gap **best_gap(jh_space *s, size_t size, size_t alignment) {
-    jh_gap **best = NULL;
-    size_t at;
-    for (jh_gap **link = &s->gaps; *link; link = &(*link)->next)
-        if (fits(*link, size, alignment, &at) && (!best || (*link)->end - (*link)->at < (*best)->end - (*best)->at)) best = link;
-    return best;
-}
-
-/* Takes [at, at + size) out of the gap linked there; what is before and after it stays. */
-static void take_from_gap(jh_gap **link, size_t at, size_t size) {
-    jh_gap *g = *link, *before = at > g->at ? jh_pool_take_gap() : NULL;
-    if (before) {
-        *before = (jh_gap){g->next, g->region, g->at, at};
-        g->next = before;
-    }
-    g->at = at + size;
-    if (g->at < g->end) return;
-    *link = g->next;
-    jh_pool_return_gap(g);
-}
-
-/* An extent of so many bytes was: the next one may be larger. space.carve held. */
-static void carved(jh_space *s, size_t size) {
-    s->last = size < s->region_max ? size : s->region_max;
-    if (!s->ahead) return;
-    atomic_store(&s->rails.quiet, false);
-    if (!ready_gap(s)) jh_prepare_wake(s->ahead);
-}
-
-void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, bool *commit) {
-    if ((size > s->region_limit && !JH_FAULT(growth_unlimited)) || (*zero && !s->provider->host_accessible)) {
-        atomic_store(&s->map_error, size > s->region_limit ? E2BIG : EOPNOTSUPP);
-        return NULL;
-    }
-    jh_region *r = NULL;
-    size_t at = 0;
-    pthread_mutex_lock(&s->carve);
-    jh_gap **link = best_gap(s, size, alignment);
-    if (!link && grow(s, size, alignment)) link = best_gap(s, size, alignment);
-    if (link && fits(*link, size, alignment, &at)) {
-        r = (*link)->region;
-        take_from_gap(link, at, size);
-        carved(s, size);
-    }
-    pthread_mutex_unlock(&s->carve);
-    return r ? extent(r, at, size, zero, commit) : NULL;
-}
-
-void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, bool *commit) {
-    jh_region *r = jh_region_at(address);
-    if (!r || r->space != s) return NULL;
-    size_t at = (uintptr_t)address - r->registration.hot->base;
-    pthread_mutex_lock(&s->carve);
-    jh_gap **link = &s->gaps;
-    while (*link && ((*link)->region != r || (*link)->at != at || size > (*link)->end - at)) link = &(*link)->next;
-    bool found = *link;
-    if (found) {
-        take_from_gap(link, at, size);
-        carved(s, size);
-    }
-    pthread_mutex_unlock(&s->carve);
-    return found ? extent(r, at, size, zero, commit) : NULL;
-}
-
-bool jh_region_commit(jh_region *r, void *address, size_t length) {
-    return commit_pages(r, (size_t)((char *)address - r->registration.pages.base) / JH_PAGE, length / JH_PAGE);
 }
 
 void jh_region_decommit(jh_region *r, void *address, size_t length) {
@@ -482,7 +215,7 @@ void jh_region_decommit(jh_region *r, void *address, size_t length) {
     size_t first = (size_t)((char *)address - p->base) / JH_PAGE, n = length / JH_PAGE;
     if (!JH_FAULT(decommit_untold)) jh_event(r->space->arena, JEMHOOKS_ON_DECOMMIT, (uintptr_t)address, length);
     pthread_mutex_lock(&p->lock);
-    if (r->space->seeding) jh_pages_hold(p, first, n, false);
+    if (atomic_load(&r->space->seeding)) jh_pages_hold(p, first, n, false);
     else jh_pages_decommit(p, first, n);
     unsigned state = jh_state(r->registration.hot);
     if (state == JEMHOOKS_MAPPED || JH_FAULT(decommit_drops) ||

@@ -6,10 +6,8 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
-import numpy as np
 import numpy.typing as npt
 
 from ._native import check, error, ffi, lib
@@ -19,20 +17,15 @@ from .block import Block
 from .budget import Budget
 from .config import arena_config, registrars_of
 from .errors import ClosedError
-from .lifetime import by_address, drain
+from .lifetime import Closing, by_address, drain
 from .providers import Provider
 from .registrars.base import Registrar
 from .scatter import scatter_list
 from .sizes import LIMIT, ranged, size, text
-from .stats import Stats, stats_of
-
-REGION_DTYPE = np.dtype(
-    [(n, "u8") for n in ("base", "length", "committed", "lkey", "rkey", "remote_base", "generation")]
-    + [("state", "u4"), ("leases", "u4")]
-)
+from .stats import Stats, regions_of, stats_of
 
 
-class Arena(Arrays):
+class Arena(Arrays, Closing):
     """Memory in regions that registrars have registered.
 
     :param registrars: one registrar or up to four (rails); a region is registered with all of them or with none.
@@ -146,14 +139,6 @@ class Arena(Arrays):
             lib.jh_face_defer(self._face)
             drain()
 
-    def __enter__(self) -> Arena:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def __del__(self) -> None:
         face = self.__dict__.get("_face")
         if face is None or self._pid != os.getpid():
@@ -246,25 +231,13 @@ class Arena(Arrays):
 
     def regions(self) -> npt.NDArray[Any]:
         """A table of the regions: base, length, committed, lkey, rkey, remote_base, generation, state, leases."""
-        room, count = 0, ffi.new("size_t *")
         with self._using() as arena:
-            while True:
-                table = np.zeros(room, REGION_DTYPE)
-                count[0] = room
-                at = ffi.cast("jemhooks_region_info *", ffi.from_buffer(table)) if room else ffi.NULL
-                check(lib.jemhooks_regions(arena, at, count))
-                if count[0] <= room:
-                    return table[: count[0]]
-                room = count[0] + 8
+            return regions_of(arena)
 
     def stats(self) -> Stats:
         """The arena's account; see :class:`Stats`."""
-        native, blocks = ffi.new("jemhooks_stats *"), ffi.new("jh_face_stats *")
-        native.size = ffi.sizeof("jemhooks_stats")
         with self._using() as arena:
-            check(lib.jemhooks_get_stats(arena, native))
-            lib.jh_face_get_stats(self._face, blocks)
-        return stats_of(native, blocks)
+            return stats_of(arena, self._face)
 
     @property
     def budget(self) -> Budget:

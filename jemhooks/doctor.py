@@ -112,7 +112,7 @@ def _providers() -> Iterator[str]:
         return
     from .arena import Arena
 
-    here = tempfile.gettempdir()
+    here, devices = tempfile.gettempdir(), sorted(map(str, Path("/dev").glob("dax*")))
     kinds: dict[str, Callable[[], Any]] = {
         "anonymous": Anonymous,
         "hugetlb": lambda: Anonymous(hugetlb="2MiB"),
@@ -120,7 +120,7 @@ def _providers() -> Iterator[str]:
         "memfd, hugetlb": lambda: Memfd(hugetlb="2MiB"),
         f"file in {here}": lambda: File(here),
         "file in /dev/shm": lambda: File("/dev/shm"),
-        **{f"devdax {path}": partial(DevDax, path) for path in sorted(map(str, Path("/dev").glob("dax*")))},
+        **{f"devdax {path}": partial(DevDax, path) for path in devices},
     }
     for name, make in kinds.items():
         try:
@@ -131,7 +131,7 @@ def _providers() -> Iterator[str]:
         except JemhooksError as e:
             optional = name not in ("anonymous", "memfd")  # what a machine may lack is no fault
             yield _line(None if optional else False, "provider", f"{name}: {type(e).__name__}", str(e))
-    if len(kinds) == 6:
+    if not devices:
         yield _line(None, "provider", "devdax: no /dev/dax*", "ndctl create-namespace --mode=devdax makes one of pmem")
     scope = _read("/proc/sys/kernel/yama/ptrace_scope")
     yield _line(None, "ipc", f"kernel.yama.ptrace_scope = {'0 (there is no Yama)' if scope == _ABSENT else scope}")

@@ -7,16 +7,13 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 from ._native import check, ffi, lib
 from .arena import Arena
 from .errors import AllocationError, ClosedError, ConfigError, ForkError
+from .lifetime import Closing
 from .sizes import ranged, text
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _BATCH = 64
 _MOST = 1 << 24
@@ -76,7 +73,7 @@ def notify_cache(kind: str) -> None:
     check(lib.jemhooks_notify_cache(text(kind, "kind")))
 
 
-class Events:
+class Events(Closing):
     """A bounded queue of what happens to regions, taken on the caller's own thread.
 
     ::
@@ -172,11 +169,3 @@ class Events:
     def close(self) -> None:
         """Take no more events, and drop those that wait. Idempotent."""
         self._queue = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

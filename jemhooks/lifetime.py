@@ -6,19 +6,32 @@ import atexit
 import errno
 import os
 import weakref
-from typing import Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 from ._native import callbacks, error, ffi, lib
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-class Closable(Protocol):
-    """An arena, as far as its end goes."""
+
+class Closing:
+    """What is closed when its ``with`` statement ends."""
 
     def close(self) -> None:
-        """Stop allocating."""
+        """End it. Idempotent."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-by_address: weakref.WeakValueDictionary[int, Closable] = weakref.WeakValueDictionary()  # C arena -> Arena
+by_address: weakref.WeakValueDictionary[int, Closing] = weakref.WeakValueDictionary()  # C arena -> Arena
 
 
 def drain() -> None:

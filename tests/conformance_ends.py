@@ -159,7 +159,9 @@ def test_out_of_memory(provider_kind: Kind, python: Python) -> None:
     out = python.check(
         provider_kind.script(
             """
-            with jh.Null() as null, jh.Arena(null, provider=provider, region_max="8MiB", name="full") as arena:
+            with jh.Null() as null, jh.Arena(
+                null, provider=provider, access="remote_read", region_max="8MiB", name="full"
+            ) as arena:
                 arena.zeros(1000)
                 with open("/proc/self/status") as f:
                     now = int(f.read().split("VmSize:")[1].split()[0]) * 1024

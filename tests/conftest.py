@@ -62,6 +62,7 @@ class Resources(NamedTuple):
     """What this process holds that a leak would show in."""
 
     arenas: int
+    shared: int  # mappings of arenas' shared memory; of huge pages, one kept keeps other tests from having any
     pinned_kb: int
     descriptors: int
     resident_kb: int
@@ -76,7 +77,9 @@ class Resources(NamedTuple):
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         kb = [int(status[name].split()[0]) for name in ("VmPin", "VmRSS")]
         still_open = sum(not arena._closed for arena in list(by_address.values()))  # type: ignore[attr-defined]
-        return cls(still_open, kb[0], len(os.listdir("/proc/self/fd")), kb[1])
+        maps = Path("/proc/self/maps").read_text()
+        shared = maps.count("/memfd:jemhooks:") - maps.count("/memfd:jemhooks:ledger")
+        return cls(still_open, shared, kb[0], len(os.listdir("/proc/self/fd")), kb[1])
 
     def allow_kb(self, kb: int, arenas: int) -> int:
         """How much may be resident after so many arenas came and went, with kb to spare.
@@ -106,9 +109,10 @@ def _nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
     if not request.node.stash.get(PASSED, False):
         return
     after = Resources.now(collect=False)
-    if after.arenas > before.arenas or after.pinned_kb > before.pinned_kb:
+    if after.arenas > before.arenas or after.shared > before.shared or after.pinned_kb > before.pinned_kb:
         after = Resources.now()
     assert after.arenas <= before.arenas, "the test left an arena open"
+    assert after.shared <= before.shared, "the test left shared memory mapped"
     assert eventually(lambda: Resources.now(collect=False).pinned_kb <= before.pinned_kb), "pages stayed pinned (VmPin)"
 
 

@@ -246,6 +246,20 @@ def peers_fixture(zygote: socket.socket) -> Iterator[Callable[[], Peer]]:
         yield make
 
 
+EXPORT = """
+    arena = jh.Arena(provider=jh.Memfd(), name="theirs")
+    a = arena.array(stripes(100_000, 1))
+    answer = jh.ipc.export(a)
+"""
+OPEN = "block = jh.ipc.open(handle); answer = int(block.array()[0])"
+
+
+@pytest.fixture(name="arena")
+def arena_fixture() -> Iterator[jh.Arena]:
+    with jh.Arena(provider=jh.Memfd(), name="ours", dirty_decay_ms=0, muzzy_decay_ms=0) as a:
+        yield a
+
+
 @pytest.fixture(name="peer")
 def peer_fixture(peers: Callable[[], Peer]) -> Peer:
     return peers()

@@ -58,7 +58,7 @@ def huge_pages() -> Iterator[bool]:
 def _usable(request: pytest.FixtureRequest) -> Kind:
     kind: Kind = request.param
     if kind.limit and not request.getfixturevalue("huge_pages"):
-        pytest.skip("no huge pages can be reserved here")
+        pytest.skip("no huge pages can be reserved here; they are in the guest")
     return kind
 
 

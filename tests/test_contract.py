@@ -293,7 +293,7 @@ FAULTS = [
     fault("split_refused", f"contract case=random decay=0 {SMALL}", "abandoned account idle", conf="retain:false"),
     # 7 to 9: large frees stay, regions start on 2 MiB and do not grow without limit
     fault("oversize_default", "contract case=oversize", "oversize"),
-    fault("alignment_small", f"contract case=random {SMALL}", "alignment alloc"),  # or the provider is found out
+    fault("alignment_small", f"contract case=random {SMALL}", "alignment"),
     fault("growth_unlimited", "contract case=growth", "growth"),
     # 10: metadata stays out
     fault("metadata_inside", f"contract case=random {SMALL}", "metadata"),

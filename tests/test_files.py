@@ -237,7 +237,7 @@ def on_disk(tmp_path: Path, root: Path) -> jh.File:
         provider = jh.File(place)
         if not provider.info().pinnable:
             return provider
-    pytest.skip("all file systems here are tmpfs")
+    pytest.fail("all file systems here are tmpfs; set TMPDIR to a folder on a disk")
 
 
 def test_files_on_disk_are_not_pinned(on_disk: jh.File, null: jh.Null) -> None:

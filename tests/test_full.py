@@ -64,6 +64,16 @@ MOUNT = """
         except jh.AllocationError as e:
             assert "make room in its file system" in str(e), e
 
+    def take_what_there_is(arena, sizes, times):
+        for n in sizes:
+            for _ in range(times):
+                try:
+                    a = arena.zeros(n, "u1")
+                except jh.AllocationError:
+                    continue
+                a[:] = 1 # SIGBUS, if there is nothing behind it
+                del a
+
     def check(arena, kept, most=90 * MiB):
         for i, a in enumerate(kept):
             assert (a == i % 250 + 1).all(), f"block {i} changed"
@@ -78,7 +88,7 @@ def mounted(python: Python, tmp_path: Path) -> Callable[..., str]:
     """A function that runs a script with mounts of its own; MOUNT gives it a small file system."""
     unshare = ["unshare", "--mount", *([] if os.getuid() == 0 else ["--user", "--map-root-user"]), "--"]
     if os.getuid() and subprocess.run([*unshare, "true"], check=False, capture_output=True, timeout=30).returncode:
-        pytest.skip("this user may not mount anything")
+        pytest.fail("this user may not mount anything; allow user namespaces, or run the tests as root")
 
     def run(script: str) -> str:
         source = textwrap.dedent(MOUNT) + textwrap.dedent(script)
@@ -183,14 +193,7 @@ def test_filled_by_others_in_mid_life(mounted: Callable[..., str], source: str, 
                 gc.collect()
                 arena.trim()
                 others_fill_it()
-                for n in (100, 5000, 100_000, MiB, 3 * MiB):
-                    for _ in range(20):
-                        try:
-                            a = arena.zeros(n, "u1")
-                        except jh.AllocationError:
-                            continue
-                        a[:] = 1 # SIGBUS, if there is nothing behind it
-                        del a
+                take_what_there_is(arena, (100, 5000, 100_000, MiB, 3 * MiB), 20)
                 refused(jh.AllocationError, "make room in its file system", lambda: arena.zeros(5 * MiB, "u1"))
                 check(arena, kept)
                 room_again()

@@ -26,6 +26,7 @@ pytest.register_assert_rewrite("ipc_peer")
 from ipc_peer import (  # noqa: E402, F401
     Fields,
     Peer,
+    arena_fixture,
     forged,
     nothing_mapped_fixture,
     peer_fixture,
@@ -42,8 +43,8 @@ OVERCOMMIT = Path("/proc/sys/vm/nr_overcommit_hugepages")
 KINDS = ["memfd", "memfd of huge pages", "directory", "directory on tmpfs", "file", "file on tmpfs"]
 
 
-@pytest.fixture
-def huge_pages() -> Iterator[bool]:
+@pytest.fixture(name="huge_pages")
+def huge_pages_fixture() -> Iterator[bool]:
     """Whether the kernel lends 24 MiB of huge pages."""
     before = OVERCOMMIT.read_text()
     with contextlib.suppress(OSError):
@@ -63,7 +64,7 @@ def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[jh.Prov
     place.mkdir(exist_ok=True)
     if "huge" in kind:
         if not request.getfixturevalue("huge_pages"):
-            pytest.skip("no huge pages can be had here")
+            pytest.skip("no huge pages can be had here; they are in the guest")
         yield jh.Memfd(hugetlb="2MiB")
     elif kind == "memfd":
         yield jh.Memfd()
@@ -73,12 +74,6 @@ def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[jh.Prov
         file.unlink()
     if place == shm:
         shm.rmdir()
-
-
-@pytest.fixture
-def arena() -> Iterator[jh.Arena]:
-    with jh.Arena(provider=jh.Memfd(), name="exporter") as a:
-        yield a
 
 
 # ---- bytes ----
@@ -213,7 +208,7 @@ def test_for_reading_only(arena: jh.Arena, peer: Peer, by: str) -> None:
             except (ValueError, TypeError) as e:
                 refused.append(type(e).__name__)
         with open("/proc/self/maps") as maps:
-            lines = [line.split() for line in maps if ":exporter" in line]
+            lines = [line.split() for line in maps if ":ours" in line]
         child = os.fork()
         if not child:
             os.close(2)

@@ -8,19 +8,22 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
+from forked import FORK
 
 import jemhooks as jh
 
 sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("ipc_peer")
 from ipc_peer import (  # noqa: E402, F401
+    EXPORT,
+    OPEN,
     Held,
     Peer,
+    arena_fixture,
     nothing_mapped_fixture,
     peer_fixture,
     peers_fixture,
@@ -28,24 +31,7 @@ from ipc_peer import (  # noqa: E402, F401
     zygote_fixture,
 )  # fmt: skip
 
-if TYPE_CHECKING:
-    pass
-
 pytestmark = pytest.mark.null
-EXPORT = """
-    arena = jh.Arena(provider=jh.Memfd(), name="theirs")
-    a = arena.array(stripes(100_000, 1))
-    answer = jh.ipc.export(a)
-"""
-OPEN = "block = jh.ipc.open(handle); answer = int(block.array()[0])"
-NOBODY = 65534
-root = pytest.mark.skipif(os.geteuid() != 0, reason="changing the user needs root")
-
-
-@pytest.fixture
-def arena() -> Iterator[jh.Arena]:
-    with jh.Arena(provider=jh.Memfd(), name="ours", dirty_decay_ms=0, muzzy_decay_ms=0) as a:
-        yield a
 
 
 # ---- deaths ----
@@ -170,36 +156,6 @@ def test_memory_lives_as_long_as_somebody_has_it(peer: Peer, wait_until: Callabl
 
 
 # ---- forks ----
-
-
-FORK = """
-    def fork(child):
-        sys.stderr.flush()
-        pid = os.fork()
-        if not pid:
-            status = 1
-            try:
-                child()
-                status = 0
-            except BaseException:
-                import traceback
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
-        return pid
-
-    def wait(pid):
-        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert status == 0, f"the child ended with {status}"
-
-    def refused(kind, call):
-        try:
-            call()
-        except kind as e:
-            return str(e)
-        raise AssertionError(f"not refused with {kind}")
-"""
 
 
 def test_a_child_of_the_exporter(peer: Peer) -> None:

@@ -6,7 +6,7 @@ import errno
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,11 @@ import jemhooks as jh
 sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("ipc_peer")
 from ipc_peer import (  # noqa: E402, F401
+    EXPORT,
+    OPEN,
     Fields,
     Peer,
+    arena_fixture,
     forged,
     nothing_mapped_fixture,
     peer_fixture,
@@ -31,20 +34,8 @@ if TYPE_CHECKING:
     from conftest import Python
 
 pytestmark = pytest.mark.null
-EXPORT = """
-    arena = jh.Arena(provider=jh.Memfd(), name="theirs")
-    a = arena.array(stripes(100_000, 1))
-    answer = jh.ipc.export(a)
-"""
-OPEN = "block = jh.ipc.open(handle); answer = int(block.array()[0])"
 NOBODY = 65534
-root = pytest.mark.skipif(os.geteuid() != 0, reason="changing the user needs root")
-
-
-@pytest.fixture
-def arena() -> Iterator[jh.Arena]:
-    with jh.Arena(provider=jh.Memfd(), name="ours", dirty_decay_ms=0, muzzy_decay_ms=0) as a:
-        yield a
+root = pytest.mark.skipif(os.geteuid() != 0, reason="changing the user needs root, as in the guest")
 
 
 # ---- limits ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ pytest.register_assert_rewrite("ipc_peer")
 from ipc_peer import (  # noqa: E402, F401
     Held,
     Peer,
+    arena_fixture,
     nothing_mapped_fixture,
     peer_fixture,
     peers_fixture,
@@ -24,12 +25,6 @@ from ipc_peer import (  # noqa: E402, F401
 )  # fmt: skip
 
 pytestmark = pytest.mark.null
-
-
-@pytest.fixture
-def arena() -> Iterator[jh.Arena]:
-    with jh.Arena(provider=jh.Memfd(), name="exporter") as a:
-        yield a
 
 
 # ---- what is mapped ----

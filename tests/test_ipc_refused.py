@@ -24,6 +24,7 @@ pytest.register_assert_rewrite("ipc_peer")
 from ipc_peer import (  # noqa: E402, F401
     Fields,
     Peer,
+    arena_fixture,
     forged,
     nothing_mapped_fixture,
     peer_fixture,
@@ -40,12 +41,6 @@ EXPORT = """
     a = arena.full(4000, value, "u1")
     answer = jh.ipc.export(a)
 """
-
-
-@pytest.fixture
-def arena() -> Iterator[jh.Arena]:
-    with jh.Arena(provider=jh.Memfd(), name="ours") as a:
-        yield a
 
 
 def wrong(calls: dict[str, tuple[Callable[[], Any], type[Exception], str]]) -> list[str]:

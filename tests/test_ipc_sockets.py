@@ -23,6 +23,7 @@ pytest.register_assert_rewrite("ipc_peer")
 from ipc_peer import (  # noqa: E402, F401
     Held,
     Peer,
+    arena_fixture,
     forged,
     nothing_mapped_fixture,
     pairs,
@@ -39,12 +40,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.null
 STREAM, SEQPACKET, DGRAM = socket.SOCK_STREAM, socket.SOCK_SEQPACKET, socket.SOCK_DGRAM
 EACH = pytest.mark.parametrize("kind", [STREAM, SEQPACKET, DGRAM], ids=lambda kind: kind.name)
-
-
-@pytest.fixture
-def arena() -> Iterator[jh.Arena]:
-    with jh.Arena(provider=jh.Memfd(), name="sender") as a:
-        yield a
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 #ifndef JH_ALLOCATOR_H
 #define JH_ALLOCATOR_H
 
-#include "../region.h"
+#include "../space.h"
 
 typedef struct jh_heap jh_heap;
 

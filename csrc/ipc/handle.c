@@ -3,7 +3,7 @@
 #include "ipc.h"
 #include "../error.h"
 #include "../fork.h"
-#include "../region.h"
+#include "../space.h"
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -49,33 +49,38 @@ static int this_host(uint32_t *host) {
     return 0;
 }
 
-/* Which file the region is of. 0 or -errno, recorded. */
-static int describe(const jh_region *r, jh_ledger_entry *entry) {
+/* Which file the region is of, and where in it. 0 or -errno, recorded. */
+static int find_file(const jh_region *r, jh_ledger_entry *entry) {
     const jemhooks_provider *p = r->space->provider;
-    const jemhooks_mapping *m = &r->registration.pages.mapping;
+    int rc = -EOPNOTSUPP;
+    if (p->ops.share) rc = p->ops.share(p->self, r->space->tenant, &r->registration.pages.mapping, &entry->fd, &entry->offset);
+    if (!rc) return 0;
+    return jh_fail(JEMHOOKS_ERROR_PROVIDER, -rc, "exporting memory of arena '%s': %s memory cannot be mapped by other processes; make the "
+                   "arena over a memfd, file or devdax provider", r->space->rails.name, p->ops.name);
+}
+
+/* What importers check the file by. 0 or -errno, recorded. */
+static int describe(const jh_region *r, jh_ledger_entry *entry) {
     struct stat st;
-    int fd, rc = p->ops.share ? p->ops.share(p->self, r->space->tenant, m, &fd, &entry->offset) : -EOPNOTSUPP;
-    if (!rc && fstat(fd, &st)) rc = -errno;
-    if (rc)
-        return jh_fail(JEMHOOKS_ERROR_PROVIDER, -rc, "exporting memory of arena '%s': %s memory cannot be mapped by other processes; "
-                       "make the arena over a memfd, file or devdax provider", r->space->rails.name, p->ops.name);
-    int seals = fcntl(fd, F_GET_SEALS);
-    entry->fd = fd;
+    if (fstat(entry->fd, &st))
+        return jh_fail(JEMHOOKS_ERROR_PROVIDER, errno, "exporting memory of arena '%s': fstat of its file: %s", r->space->rails.name,
+                       strerror(errno));
+    int seals = fcntl(entry->fd, F_GET_SEALS);
     entry->device = st.st_dev;
     entry->inode = st.st_ino;
-    entry->length = m->length;
-    entry->page = p->page;
+    entry->length = r->registration.pages.mapping.length;
+    entry->page = r->space->provider->page;
     entry->sealed = seals >= 0 && seals & F_SEAL_SHRINK;
     return 0;
 }
 
 /* The region's slot and serial; the first time it is entered. */
-static int enter(jh_region *r, const jh_ledger_entry *entry, jh_handle *h) {
+static int enter(jh_region *r, jh_ledger_entry *entry, jh_handle *h) {
     pthread_mutex_lock(&exporting);
     unsigned slot = atomic_load(&r->exported);
     int rc = 0;
     if (slot) h->serial = jh_ledger_serial(slot);
-    else if (!(rc = jh_ledger_enter(entry, &slot, &h->serial))) atomic_store(&r->exported, slot);
+    else if (!(rc = describe(r, entry)) && !(rc = jh_ledger_enter(entry, &slot, &h->serial))) atomic_store(&r->exported, slot);
     h->slot = slot;
     pthread_mutex_unlock(&exporting);
     return rc;
@@ -98,7 +103,7 @@ int jh_ipc_export(const void *p, size_t length, unsigned flags, jemhooks_ipc_han
     jh_ledger_entry entry = {0};
     jh_ledger_owner owner;
     int rc = this_host(&h.host);
-    if (!rc) rc = describe(r, &entry);
+    if (!rc) rc = find_file(r, &entry);
     if (!rc) rc = jh_ledger_own(&owner);
     if (!rc) rc = enter(r, &entry, &h);
     if (rc) return rc;

@@ -186,19 +186,30 @@ static int map_region(const jh_handle *h, const jh_ledger_entry *entry, int give
     return rc;
 }
 
+/* What the ledger says of the handle's region; not of another one that came into its slot meanwhile. 0 or -errno, recorded. */
+static int read_entry(const exporter *e, const jh_handle *h, jh_ledger_entry *entry) {
+    const jh_ledger_entry *shared = &e->ledger->entry[h->slot - 1];
+    entry->device = shared->device;
+    entry->inode = shared->inode;
+    entry->offset = shared->offset;
+    entry->length = shared->length;
+    entry->page = shared->page;
+    entry->fd = shared->fd;
+    entry->sealed = shared->sealed;
+    atomic_thread_fence(memory_order_acquire);
+    return serial_now(e, h->slot) == h->serial ? 0 : gone(h, ESTALE, "its arena has ended");
+}
+
 /* A new mapping of the region of the handle. NULL: recorded. */
 static mapping *make(const jh_handle *h, exporter *e, int given, bool writable) {
-    const jh_ledger_entry *shared = &e->ledger->entry[h->slot - 1];
-    const jh_ledger_entry entry = {.device = shared->device, .inode = shared->inode, .offset = shared->offset, .length = shared->length,
-                                   .page = shared->page, .fd = shared->fd, .sealed = shared->sealed};
+    jh_ledger_entry entry;
     mapping *m = calloc(1, sizeof *m);
     if (!m) {
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "opening memory of process %u: no memory", h->pid);
         return NULL;
     }
-    int rc = serial_now(e, h->slot) == h->serial ? 0 : gone(h, ESTALE, "its arena has ended");
+    int rc = read_entry(e, h, &entry);
     if (!rc) rc = map_region(h, &entry, given, writable, m);
-    if (!rc && serial_now(e, h->slot) != h->serial) rc = gone(h, ESTALE, "its arena has just ended");
     if (rc) {
         if (m->base) jh_displace(m->base, m->length);
         free(m);

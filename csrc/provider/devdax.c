@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/sysmacros.h>
@@ -32,6 +33,7 @@ static int share(void *self, void *tenant, const jemhooks_mapping *m, int *fd, u
 static void finish(void *self) {
     devdax *d = self;
     if (d->base) jh_displace(d->base, d->length);
+    flock(d->fd, LOCK_UN); /* or a forked child would keep it */
     close(d->fd);
     free(d);
 }
@@ -63,6 +65,9 @@ static int map_device(devdax *d, const char *path) {
     if (fstat(d->fd, &st) || !is_dax(&st))
         return jh_fail(JEMHOOKS_ERROR_PROVIDER, ENOTTY, "devdax: %s is not a dax device; `ndctl create-namespace --mode=devdax` makes "
                        "one, of persistent memory, and `ls /dev/dax*` lists them", path);
+    if (flock(d->fd, LOCK_EX | LOCK_NB))
+        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "devdax: %s is locked: another provider, here or in another process, has it (flock: "
+                       "%s)", path, strerror(errno));
     size_t page = attribute(&st, "align");
     if (!page) page = JH_SLOT;
     d->length = attribute(&st, "size") & ~(page - 1);

@@ -18,13 +18,20 @@
 #include <unistd.h>
 
 typedef struct {
-    int fd;    /* of the file, or of the directory     */
-    int flags; /* of mmap                              */
-    void *base; /* of the file; NULL: it is a directory */
+    int fd;         /* of the file, or of the directory                       */
+    int flags;      /* of mmap                                                */
+    void *base;     /* of the file; NULL: it is a directory                   */
     size_t length;
+    void *tenant;   /* of all arenas in a named file                          */
 } file;
 
-static int enter(void *self, const char *arena, void **tenant) {
+static int enter_file(void *self, const char *arena, void **tenant) {
+    (void)arena;
+    *tenant = ((file *)self)->tenant;
+    return 0;
+}
+
+static int enter_directory(void *self, const char *arena, void **tenant) {
     const file *f = self;
     int fd = openat(f->fd, ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
     if (fd >= 0) return jh_growing_open(fd, f->flags, tenant);
@@ -33,30 +40,12 @@ static int enter(void *self, const char *arena, void **tenant) {
     return -err;
 }
 
-static int give_back(void *self, void *tenant, const jemhooks_mapping *m, size_t at, size_t length) {
-    (void)tenant;
-    return jh_file_punch(((file *)self)->fd, m->offset + at, length);
-}
-
-static int reserve(void *self, void *tenant, const jemhooks_mapping *m, size_t at, size_t length) {
-    (void)tenant;
-    return jh_file_reserve(((file *)self)->fd, m->offset + at, length);
-}
-
-static int share(void *self, void *tenant, const jemhooks_mapping *m, int *fd, uint64_t *offset) {
-    (void)tenant;
-    *fd = ((file *)self)->fd;
-    *offset = m->offset;
-    return 0;
-}
-
 static void finish(void *self) {
     file *f = self;
     if (f->base) jh_displace(f->base, f->length);
-    if (f->fd >= 0) {
-        flock(f->fd, LOCK_UN); /* or a forked child would keep it */
-        close(f->fd);
-    }
+    if (f->fd >= 0) flock(f->fd, LOCK_UN); /* or a forked child would keep it */
+    if (f->tenant) jh_growing_leave(f, f->tenant);
+    else if (f->fd >= 0) close(f->fd);
     free(f);
 }
 
@@ -126,6 +115,10 @@ static int open_file(file *f, const jemhooks_file_config *c, bool *punches) {
         rc = failed(c->path, "making it as long as asked", -rc, "; `ulimit -f` may limit it");
     if (!rc) rc = probe(f, f->fd, c->path, punches);
     if (!rc && !(f->base = jh_place(f->length, JH_SLOT, f->flags, f->fd, 0))) rc = failed(c->path, "mapping it", errno, "");
+    if (!rc && jh_growing_open(f->fd, f->flags, &f->tenant)) {
+        f->fd = -1;
+        rc = jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "file: no memory for the provider itself");
+    }
     if (rc && made) unlink(c->path);
     return rc;
 }
@@ -168,13 +161,13 @@ int jemhooks_provider_file(const jemhooks_file_config *config, jemhooks_provider
         .size = sizeof ops,
         .name = "file",
         .flags = pinnable(f->fd) ? 0 : JEMHOOKS_NOT_PINNABLE,
-        .enter = directory ? enter : NULL,
+        .enter = directory ? enter_directory : enter_file,
         .leave = directory ? jh_growing_leave : NULL,
         .map = directory ? jh_growing_map : NULL,
         .unmap = directory ? jh_growing_unmap : NULL,
-        .give_back = !punches ? NULL : directory ? jh_growing_give_back : give_back,
-        .reserve = directory ? jh_growing_reserve : reserve,
-        .share = directory ? jh_growing_share : share,
+        .give_back = punches ? jh_growing_give_back : NULL,
+        .reserve = jh_growing_reserve,
+        .share = jh_growing_share,
         .close = finish,
     };
     jemhooks_provider *p;

@@ -3,6 +3,7 @@
  * Concurrency: counts are atomic; a provider is freed by whoever drops the last reference. `lock` is short, and hooks take it. */
 #include "provider.h"
 #include "../error.h"
+#include "../fault.h"
 #include "../fork.h"
 #include "../pagemap.h"
 
@@ -93,7 +94,7 @@ void jh_provider_leave(jemhooks_provider *p, void *tenant) {
 int jh_provider_map(jemhooks_provider *p, void *tenant, size_t alignment, jemhooks_mapping *m) {
     size_t length = (m->length + p->page - 1) & ~(p->page - 1);
     if (length < m->length) return -ENOMEM;
-    if (alignment < p->page) alignment = p->page;
+    if (alignment < p->page || JH_FAULT(alignment_small)) alignment = p->page;
     pthread_mutex_lock(&p->lock);
     int rc = jh_ranges_take(&p->ranges, length, alignment, m);
     pthread_mutex_unlock(&p->lock);

@@ -6,22 +6,19 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .._native import check, ffi, lib
 from ..access import Access
 from ..budget import Budget, checked
 from ..errors import ClosedError, ConfigError, ForkError
+from ..lifetime import Closing
 from .bound import Bound, alive
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _changing = threading.Lock()  # guards which budget a native registrar has
 
 
-class Registrar:
+class Registrar(Closing):
     """Who registers memory and issues keys. Subclass it to write one in Python::
 
         class Mine(jemhooks.Registrar):
@@ -97,14 +94,6 @@ class Registrar:
     def close(self) -> None:
         """Refuse new arenas; those that use the registrar go on. Idempotent."""
         self._closed = True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<jemhooks.{type(self).__name__}{' closed' if self._closed else ''}>"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import errno
 import functools
-import gc
 import os
 import resource
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -20,6 +18,7 @@ from ..errors import ClosedError, ConfigError, ForkError, JemhooksError, Registr
 from ..lifetime import drain
 from ..sizes import text
 from .base import NativeRegistrar, Registrar
+from .pds import context_of, is_pyverbs
 
 # enum ibv_access_flags of infiniband/verbs.h
 _LOCAL_WRITE = 1
@@ -54,22 +53,6 @@ def _memlock() -> str:
     lines = Path("/proc/self/status").read_text().splitlines()
     pinned = next((line.split(":")[1].strip() for line in lines if line.startswith("VmPin:")), "unknown")
     return f"RLIMIT_MEMLOCK is {limit} and this process has {pinned} pinned"
-
-
-def _is_pyverbs(pd: Any) -> bool:
-    """Without importing it: whoever has a PD has. (The import would set up logging.)"""
-    module = sys.modules.get("pyverbs.pd")
-    return module is not None and isinstance(pd, module.PD)
-
-
-def _context(pd: Any) -> Any:
-    """The device context of a protection domain; None once it is closed."""
-    if not _is_pyverbs(pd):
-        return getattr(pd, "context", None)
-    # PD has no attribute that is safe to read in all versions; but an open one keeps its Context.
-    from pyverbs.device import Context
-
-    return next((c for c in gc.get_referents(pd) if isinstance(c, Context)), None)
 
 
 @functools.cache
@@ -131,14 +114,14 @@ class Verbs(NativeRegistrar):
             super().__init__("verbs", config)
             return
         self.name, self.in_python, self._pid = "verbs", True, os.getpid()
-        if not _is_pyverbs(pd) and not callable(getattr(pd, "reg_mr", None)):
+        if not is_pyverbs(pd) and not callable(getattr(pd, "reg_mr", None)):
             raise ConfigError(f"pd {pd!r} is neither a pyverbs PD nor has it reg_mr(addr, length, access)")
         self._device = self._open_device()
-        if _is_pyverbs(pd):
+        if is_pyverbs(pd):
             _registrars.add(self)
         if device is not None and self._device not in (device, "?"):
             raise ConfigError(f"the PD is of device {self._device}, not of {device}; leave one of them out")
-        if query := getattr(_context(pd), "query_device", None):
+        if query := getattr(context_of(pd), "query_device", None):
             limits = query()
             self.max_mr_size, self.max_mr = int(limits.max_mr_size), int(limits.max_mr)
 
@@ -171,8 +154,8 @@ class Verbs(NativeRegistrar):
         :raises ClosedError, ForkError:
         """
         self._check_process()
-        context = _context(self._pd)
-        if context is None and _is_pyverbs(self._pd):
+        context = context_of(self._pd)
+        if context is None and is_pyverbs(self._pd):
             raise ClosedError("the protection domain, or its device context, is closed; open another registrar")
         name = getattr(context, "name", "?")
         return name.decode() if isinstance(name, bytes) else str(name)
@@ -204,7 +187,7 @@ class Verbs(NativeRegistrar):
             flags |= theirs if access & ours else 0
         device = self._open_device()
         try:
-            mr = (self._pyverbs_mr if _is_pyverbs(self._pd) else self._pd.reg_mr)(addr, length, flags)
+            mr = (self._pyverbs_mr if is_pyverbs(self._pd) else self._pd.reg_mr)(addr, length, flags)
         except JemhooksError:
             raise
         except Exception as e:
@@ -220,7 +203,7 @@ class Verbs(NativeRegistrar):
 
     def deregister(self, handle: Any) -> None:
         """End what :meth:`register` returned."""
-        if not _is_pyverbs(self._pd):
+        if not is_pyverbs(self._pd):
             handle.close()
             return
         try:

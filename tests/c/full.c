@@ -170,6 +170,33 @@ static void at_growth(void) {
     disk_close(provider, DISK);
 }
 
+/* Whoever is refused over and over finds the region whole when there is room again. */
+static void refused_often(void) {
+    jemhooks_provider *provider = disk_open(DISK);
+    jemhooks_config config = JEMHOOKS_CONFIG_INIT;
+    config.provider = provider;
+    config.policy = JEMHOOKS_NONE;
+    config.region_min = config.region_max = 8 * MIB;
+    config.dirty_decay_ms = config.muzzy_decay_ms = 0;
+    jemhooks_arena *arena = arena_of(&config);
+    block[0] = must_have(jemhooks_alloc(arena, BLOCK), "block");
+    fill(block[0], BLOCK, 0);
+    size_t room = disk.room, here = 0, n;
+    disk.room = 0;
+    for (size_t i = 0; i < 3000; i++) {
+        char *p = jemhooks_alloc(arena, BLOCK << i % 5);
+        if (p) violated("full", "a block of %zu bytes can be had", (size_t)BLOCK << i % 5), jemhooks_free(p);
+    }
+    disk.room = room;
+    n = fill_up(arena, 1);
+    jemhooks_region_info home = region_at(arena, block[0]);
+    for (size_t i = 0; i < n; i++) here += (uintptr_t)block[i] - home.base < home.length;
+    CHECK("goes_on", here * BLOCK > home.length * 3 / 4, "a region of %zu bytes holds only %zu blocks after that", (size_t)home.length, here);
+    free_all(n);
+    arena_end(arena);
+    disk_close(provider, DISK);
+}
+
 /* Others fill the disk after pages were given back, with and without registered regions. */
 static void mid_life(void) {
     for (int registered = 0; registered < 2; registered++) {
@@ -298,6 +325,7 @@ static void share(void) {
 }
 
 static const test_case cases[] = {{"at_creation", at_creation}, {"at_growth", at_growth}, {"mid_life", mid_life},
+                                  {"refused_often", refused_often},
                                   {"eager", eager},             {"share", share},         {NULL, NULL}};
 
 int main(int argc, char **argv) {

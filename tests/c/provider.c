@@ -27,8 +27,10 @@ static struct {
     int fail_enter, fail_give_back; /* errno, 0: none */
     long fail_map;                  /* the Nth call from now on fails with ENOMEM; 0: none */
     bool has_tenants, reads_zero, overlaps;
+    char *window;
 } mine;
 
+#define WINDOW (1024 * MIB)
 #define LOCKED for (int once_ = !pthread_mutex_lock(&mine.lock); once_; once_ = pthread_mutex_unlock(&mine.lock))
 
 static void reset(void) {
@@ -68,6 +70,20 @@ static void leave(void *self, void *tenant) {
 
 static void check_tenant(const char *call, const void *tenant) {
     CHECK("tenant", mine.has_tenants ? tenant && ((const tenant_entry *)tenant)->here : !tenant, "%s for tenant %p", call, tenant);
+}
+
+/* Mappings that begin where the last one ends, but not so in their file. */
+static int map_beside(void *self, void *tenant, size_t alignment, jemhooks_mapping *m) {
+    (void)self;
+    LOCKED {
+        check_tenant("map", tenant);
+        size_t length = (m->length + SLOT - 1) & ~(SLOT - 1);
+        CHECK("setup", alignment <= SLOT && mine.bytes + length <= WINDOW, "%zu bytes on %zu after %zu", length, alignment, mine.bytes);
+        *m = (jemhooks_mapping){mine.window + mine.bytes, length, ++mine.maps << 40, true};
+        mine.live[mine.count++] = *m;
+        mine.bytes += m->length;
+    }
+    return 0;
 }
 
 static int map(void *self, void *tenant, size_t alignment, jemhooks_mapping *m) {
@@ -243,10 +259,11 @@ static void order(void) {
           mine.left, mine.count);
 }
 
-/* Without enter, leave, give_back and close, and never unmapping: memory is kept for the next arena, old bytes and all. */
-static void kept(void) {
+/* Never unmapping: memory is kept for the next arena, old bytes and all; or (gives) given back page by page, where each call must
+ * be about one mapping, though others lie beside it. */
+static void kept_by(bool gives) {
     reset();
-    jemhooks_provider_ops ops = {.size = sizeof ops, .name = "kept", .map = map};
+    jemhooks_provider_ops ops = {.size = sizeof ops, .name = "kept", .map = map, .give_back = gives ? give_back : NULL};
     jemhooks_provider *provider = provider_of(&ops);
     jemhooks_provider_info info = {.size = sizeof info};
     size_t first = 0;
@@ -257,13 +274,44 @@ static void kept(void) {
         if (i == 20) first = mine.bytes;
     }
     MUST(jemhooks_provider_get_info(provider, &info));
-    CHECK("info", !info.gives_back && !info.unmaps && info.divides && info.free == mine.bytes, "of %zu bytes %zu are free", mine.bytes,
+    CHECK("info", info.gives_back == gives && !info.unmaps && info.divides && info.free == mine.bytes, "of %zu bytes %zu are free", mine.bytes,
           (size_t)info.free);
     CHECK("reused", mine.bytes <= 2 * first, "%zu bytes were mapped for the first arenas, and %zu for all", first, mine.bytes);
     CHECK("reused", mine.maps, "nothing was mapped");
+    CHECK("gives", !gives || mine.gives, "nothing was given back");
     figure("kept_bytes", (double)mine.bytes);
     jemhooks_provider_close(provider);
     for (size_t i = 0; i < mine.count; i++) munmap(mine.live[i].base, (mine.live[i].length + SLOT - 1) & ~(SLOT - 1));
+}
+
+static void kept(void) {
+    kept_by(false);
+    kept_by(true);
+}
+
+/* Mappings side by side that are not so in their file are not joined: each call is about one of them. */
+static void beside(void) {
+    reset();
+    mine.window = map_aligned(WINDOW, PROT_READ | PROT_WRITE);
+    jemhooks_provider_ops ops = {.size = sizeof ops, .name = "beside", .map = map_beside, .give_back = give_back};
+    jemhooks_provider *provider = provider_of(&ops);
+    jemhooks_config config = JEMHOOKS_CONFIG_INIT;
+    config.provider = provider;
+    config.policy = JEMHOOKS_NONE;
+    config.region_min = config.region_max = SLOT;
+    config.dirty_decay_ms = config.muzzy_decay_ms = 0;
+    size_t neighbours = 0;
+    for (int i = 0; i < 20; i++) {
+        jemhooks_arena *arena = arena_of(&config);
+        void *p[20];
+        for (int k = 0; k < 20; k++) p[k] = must_have(jemhooks_alloc(arena, k % 5 < i % 5 ? 3 * MIB : MIB + MIB / 2), "block");
+        for (int k = 0; k < 20; k++) MUST(jemhooks_free(p[k]));
+        arena_end(arena);
+    }
+    for (size_t i = 1; i < mine.count; i++) neighbours += (char *)mine.live[i - 1].base + mine.live[i - 1].length == (char *)mine.live[i].base;
+    CHECK("setup", neighbours && mine.gives, "%zu neighbours, %zu pages given back", neighbours, mine.gives);
+    jemhooks_provider_close(provider);
+    munmap(mine.window, WINDOW);
 }
 
 /* What was mapped is used again as it was, neither split nor joined. */
@@ -580,7 +628,7 @@ static void bad_ops(void) {
     jemhooks_provider_close(NULL);
 }
 
-static const test_case cases[] = {{"complete", complete},       {"order", order},         {"kept", kept},
+static const test_case cases[] = {{"complete", complete},       {"order", order},         {"kept", kept},             {"beside", beside},
                                   {"solid", solid},             {"threads", threads},     {"enter_fails", enter_fails},
                                   {"map_fails", map_fails},     {"overlapping", overlapping}, {"map_lies", map_lies}, {"forked", forked}, {"flags", flags},
                                   {"bad_ops", bad_ops},         {NULL, NULL}};

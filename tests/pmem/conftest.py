@@ -44,6 +44,7 @@ QUICK = {
     "ext4": ("test_blocks_are_apart", "test_free_pages_are_given_back"),
     "devdax, shared": ("test_blocks_are_apart", "test_generations_of_arenas_lose_nothing"),
     "file on fsdax": (),
+    "memfd of huge pages": ("test_free_pages_are_given_back", "test_small_memory_can_be_used_to_the_end"),
 }
 
 

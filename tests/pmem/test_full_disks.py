@@ -74,14 +74,7 @@ def test_full_and_filled_by_others(mounted: Callable[[str], str], source: str) -
             del kept[10:]
             gc.collect()
             others_fill_it()
-            for n in (100, 5000, 100_000, MiB):
-                for _ in range(10):
-                    try:
-                        a = arena.zeros(n, "u1")
-                    except jh.AllocationError:
-                        continue
-                    a[:] = 1 # SIGBUS, if there is nothing behind it
-                    del a
+            take_what_there_is(arena, (100, 5000, 100_000, MiB), 10)
             refused(jh.AllocationError, "make room in its file system", lambda: arena.zeros(3 * MiB, "u1"))
             check(arena, kept)
             room_again()

@@ -1,4 +1,4 @@
-/* extent_hooks.c - the extent hooks of jemalloc 5: translate a hook call into region.c's terms, nothing else.
+/* extent_hooks.c - the extent hooks of jemalloc 5: translate a hook call into the terms of space.c and region.c, nothing else.
  * No hook calls a registrar, a subscriber, Python, malloc or mallctl, and none waits for a lock under which one of those
  * runs. In a forked child the hooks of earlier arenas touch nothing.
  * Concurrency: jemalloc calls hooks under its own locks, on any thread, several at once, its background threads

@@ -129,7 +129,7 @@ static void seed(jh_heap *heap) {
     void *piece[MOST];
     jh_space *space = heap->space;
     int n = 0, flags = MALLOCX_ARENA(heap->shard[0].index) | MALLOCX_TCACHE_NONE;
-    space->seeding = true; /* nobody writes to what is allocated here */
+    atomic_store(&space->seeding, true); /* nobody writes to what is allocated here */
     for (size_t gap; n < MOST && (gap = jh_space_largest_gap(space)) >= JH_SLOT; n++) {
         size_t class = class_up_to(gap); /* jemalloc takes an extent of it for the class below, which it pads by a page */
         piece[n] = obtain(heap, class, 1, flags);
@@ -139,7 +139,7 @@ static void seed(jh_heap *heap) {
     while (n) je_dallocx(piece[--n], MALLOCX_TCACHE_NONE);
     for (size_t i = 0; i < space->provider->regions; i++) heap->clears |= !space->provider->region[i].zero;
     jh_heap_purge(heap, false);
-    space->seeding = false;
+    atomic_store(&space->seeding, false);
 }
 
 int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **heap) {
