@@ -6,7 +6,8 @@ import os
 from typing import Any, NamedTuple, SupportsIndex
 
 from ._native import check, ffi, lib
-from .errors import ConfigError
+from .errors import ClosedError, ConfigError
+from .lifetime import Closing
 from .memory import hold, span
 from .sizes import size
 
@@ -47,17 +48,33 @@ def _path(path: str | os.PathLike[str], kind: str) -> Any:
     return ffi.new("char[]", encoded)
 
 
-class Provider:
+class Provider(Closing):
     """The base of all providers; one may serve several arenas (but see Fixed) and lives as long as any of them."""
 
     host_accessible: bool = True
 
     def __init__(self, pointer: Any, owner: Any = None) -> None:
-        self._pointer = ffi.gc(pointer, lib.jemhooks_provider_close)
+        self._open: Any = ffi.gc(pointer, lib.jemhooks_provider_close)
         self.owner = owner  #: the object whose memory it is, if it is one's
 
+    def close(self) -> None:
+        """Make no more arenas with it; those that are there keep it. Idempotent.
+
+        A file or a device is then unlocked as soon as no arena uses it. Without close(), when this object is collected.
+        """
+        given_up, self._open = self._open, None
+        if given_up is not None:
+            ffi.release(given_up)
+
+    @property
+    def _pointer(self) -> Any:
+        """Of C. :raises ClosedError:"""
+        if self._open is None:
+            raise ClosedError(f"this {type(self).__name__} is closed; make another one")
+        return self._open
+
     def info(self) -> ProviderInfo:
-        """What it is and can do, and how much of it is free now."""
+        """What it is and can do, and how much of it is free now. :raises ClosedError:"""
         out = ffi.new("jemhooks_provider_info *")
         out.size = ffi.sizeof("jemhooks_provider_info")
         check(lib.jemhooks_provider_get_info(self._pointer, out))
@@ -113,8 +130,8 @@ class File(Provider):
     But on tmpfs, the kernel refuses to pin it for long: Verbs (without on-demand access) and Uring refuse such arenas.
 
     :param path: a directory: each arena gets a file without a name there, which goes with it. Or a file, for all
-        arenas of this provider: a new one, which stays; with ``overwrite`` an existing one. Whoever truncates it
-        ends the process.
+        arenas of this provider: a new one, which stays; with ``overwrite`` an existing one. It is locked (flock)
+        until the provider is closed, and its arenas too. Whoever truncates it ends the process.
     :param length: of the file, a multiple of 4 KiB; None: the existing file's.
     :param overwrite: use an existing file. Its contents are lost; its length stays.
     :raises ProviderError: the file is there (and not to be overwritten), is too short or in use; the file system is
@@ -133,8 +150,10 @@ class File(Provider):
 class DevDax(Provider):
     """A dax device, such as /dev/dax0.0: persistent or special memory, mapped whole. It keeps what was written to it.
 
+    It is locked (flock) until the provider is closed, and its arenas too. io_uring pins its memory from Linux 6.5 on.
+
     :param shared: False: one arena at a time, and the device is one region. True: any number of arenas divide it.
-    :raises ProviderError: not a dax device, or it cannot be opened or mapped.
+    :raises ProviderError: not a dax device, or locked, or it cannot be opened or mapped.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, shared: bool = False) -> None:

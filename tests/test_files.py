@@ -107,6 +107,24 @@ def test_one_provider_at_a_time(tmp_path: Path, python: Python) -> None:
     jh.File(path, overwrite=True)
 
 
+def test_closing_unlocks(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with jh.File(path, "8MiB") as provider:
+        arena = jh.Arena(provider=provider)
+        a = arena.full(MiB, 1, "u1")
+    provider.close()
+    for use in (provider.info, lambda: jh.Arena(provider=provider)):
+        with pytest.raises(jh.ClosedError, match="this File is closed; make another one"):
+            use()
+    with pytest.raises(jh.ProviderError, match="is locked"):
+        jh.File(path, overwrite=True)
+    assert (a == 1).all(), "the arena keeps its memory"
+    assert not arena.zeros(MiB, "u1").any(), "and can have more of it"
+    del a
+    arena.close()
+    jh.File(path, overwrite=True).close()  # free, though this test still has the closed ones
+
+
 def test_a_forked_child_does_not_keep_the_file_locked(python: Python, tmp_path: Path) -> None:
     script = """
         import gc, os, sys

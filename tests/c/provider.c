@@ -1,231 +1,25 @@
 /* provider.c - providers of the user's own: what the library asks of them, in which order, and what it makes of their failures.
  *     test_provider [case=…] arenas=500 ops=20000 seed=1
  * Concurrency: the case `threads` runs arenas of one provider on several threads; `mine.lock` guards the account.    */
-#include "check.h"
-#include "jemhooks_provider.h"
+#include "account.h"
 
 #include <stdio.h>
 #include <sys/mman.h>
 
-/* ---- a provider that keeps an account ---------------------------------------------------------------------------- */
-
-#define TENANTS 16
-#define MAPPINGS 4096
-
-typedef struct tenant_entry {
-    long mappings;
-    bool here;
-} tenant_entry;
-
-static struct {
-    pthread_mutex_t lock;
-    tenant_entry tenant[TENANTS];
-    jemhooks_mapping live[MAPPINGS];
-    void *owner[MAPPINGS];
-    size_t count, bytes, bytes_peak, maps, unmaps, gives, entered, left, closed;
-    size_t page;
-    int fail_enter, fail_give_back; /* errno, 0: none */
-    long fail_map;                  /* the Nth call from now on fails with ENOMEM; 0: none */
-    bool has_tenants, reads_zero, overlaps;
-    char *window;
-} mine;
-
 #define WINDOW (1024 * MIB)
-#define LOCKED for (int once_ = !pthread_mutex_lock(&mine.lock); once_; once_ = pthread_mutex_unlock(&mine.lock))
-
-static void reset(void) {
-    memset(&mine, 0, sizeof mine);
-    pthread_mutex_init(&mine.lock, NULL);
-    mine.page = PAGE;
-    mine.reads_zero = true;
-}
-
-static int enter(void *self, const char *arena, void **tenant) {
-    CHECK("self", self == &mine, "enter has another self");
-    CHECK("tenant", !*tenant, "*tenant is not preset to NULL");
-    if (mine.fail_enter) {
-        jemhooks_set_error("no room for %s in the inn", arena);
-        return -mine.fail_enter;
-    }
-    LOCKED {
-        size_t i = 0;
-        while (i < TENANTS - 1 && mine.tenant[i].here) i++;
-        mine.tenant[i] = (tenant_entry){0, true};
-        *tenant = &mine.tenant[i];
-        mine.entered++;
-    }
-    return 0;
-}
-
-static void leave(void *self, void *tenant) {
-    tenant_entry *t = tenant;
-    CHECK("self", self == &mine, "leave has another self");
-    LOCKED {
-        CHECK("tenant", t->here, "an arena left that was not there");
-        CHECK("tenant", !t->mappings, "an arena left %ld mappings behind", t->mappings);
-        t->here = false;
-        mine.left++;
-    }
-}
-
-static void check_tenant(const char *call, const void *tenant) {
-    CHECK("tenant", mine.has_tenants ? tenant && ((const tenant_entry *)tenant)->here : !tenant, "%s for tenant %p", call, tenant);
-}
-
-/* Mappings that begin where the last one ends, but not so in their file. */
-static int map_beside(void *self, void *tenant, size_t alignment, jemhooks_mapping *m) {
-    (void)self;
-    LOCKED {
-        check_tenant("map", tenant);
-        size_t length = (m->length + SLOT - 1) & ~(SLOT - 1);
-        CHECK("setup", alignment <= SLOT && mine.bytes + length <= WINDOW, "%zu bytes on %zu after %zu", length, alignment, mine.bytes);
-        *m = (jemhooks_mapping){mine.window + mine.bytes, length, ++mine.maps << 40, true};
-        mine.live[mine.count++] = *m;
-        mine.bytes += m->length;
-    }
-    return 0;
-}
-
-static int map(void *self, void *tenant, size_t alignment, jemhooks_mapping *m) {
-    CHECK("self", self == &mine, "map has another self");
-    CHECK("alignment", alignment >= mine.page && !(alignment & (alignment - 1)), "map on alignment %zu", alignment);
-    CHECK("length", m->length && !(m->length % mine.page), "map of %zu bytes in pages of %zu", m->length, mine.page);
-    int rc = 0;
-    LOCKED {
-        check_tenant("map", tenant);
-        mine.maps++;
-        if (mine.fail_map && !--mine.fail_map) rc = -ENOMEM;
-        size_t room = m->length + alignment + SLOT;
-        char *p = rc ? NULL : mmap(NULL, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-        if (p == MAP_FAILED) rc = -errno;
-        if (!rc) {
-            if (alignment < SLOT) alignment = SLOT;
-            char *base = (char *)(((uintptr_t)p + alignment - 1) & ~(alignment - 1));
-            if (base > p) munmap(p, (size_t)(base - p));
-            size_t whole = (m->length + SLOT - 1) & ~(SLOT - 1); /* no stranger may share the last 2 MiB */
-            if (base + whole < p + room) munmap(base + whole, (size_t)(p + room - base - whole));
-            if (mine.overlaps && mine.count) {
-                munmap(base, whole);
-                base = mine.live[0].base;
-            }
-            if (!mine.reads_zero) memset(base, 0xEE, m->length);
-            *m = (jemhooks_mapping){base, m->length, mine.maps << 40, mine.reads_zero};
-            mine.live[mine.count] = *m;
-            mine.owner[mine.count++] = tenant;
-            mine.bytes += m->length;
-            if (mine.bytes > mine.bytes_peak) mine.bytes_peak = mine.bytes;
-            if (tenant) ((tenant_entry *)tenant)->mappings++;
-        }
-    }
-    return rc;
-}
-
-/* Which mapping this is; it must be one of ours, as we gave it. mine.lock held. */
-static size_t find(const char *call, const jemhooks_mapping *m, bool whole) {
-    for (size_t i = 0; i < mine.count; i++) {
-        const jemhooks_mapping *l = &mine.live[i];
-        size_t at = (size_t)((char *)m->base - (char *)l->base);
-        if ((char *)m->base < (char *)l->base || at + m->length > l->length || m->offset != l->offset + at) continue;
-        if (!whole || m->length == l->length) return i;
-    }
-    violated("mapping", "%s of %zu bytes at %p, offset %#llx, which was never mapped so", call, m->length, m->base,
-             (unsigned long long)m->offset);
-    return 0;
-}
-
-static void unmap(void *self, void *tenant, const jemhooks_mapping *m) {
-    CHECK("self", self == &mine, "unmap has another self");
-    LOCKED {
-        check_tenant("unmap", tenant);
-        size_t i = find("unmap", m, true);
-        CHECK("tenant", mine.owner[i] == tenant, "unmap for another tenant");
-        mine.unmaps++;
-        mine.bytes -= m->length;
-        if (!mine.overlaps) munmap(m->base, (m->length + SLOT - 1) & ~(SLOT - 1));
-        if (tenant) ((tenant_entry *)tenant)->mappings--;
-        mine.live[i] = mine.live[--mine.count];
-        mine.owner[i] = mine.owner[mine.count];
-    }
-}
-
-static int give_back(void *self, void *tenant, const jemhooks_mapping *m, size_t at, size_t length) {
-    CHECK("self", self == &mine, "give_back has another self");
-    LOCKED {
-        check_tenant("give_back", tenant);
-        find("give_back", m, false);
-        mine.gives++;
-        CHECK("length", length && at + length <= m->length && !(at % PAGE) && !(length % PAGE), "give_back of %zu bytes at %zu of %zu",
-              length, at, m->length);
-    }
-    if (mine.fail_give_back) return -mine.fail_give_back;
-    return madvise((char *)m->base + at, length, MADV_DONTNEED) ? -errno : 0;
-}
-
-static void end(void *self) {
-    CHECK("self", self == &mine, "close has another self");
-    mine.closed++;
-}
-
-static jemhooks_provider_ops all_ops(void) {
-    mine.has_tenants = true;
-    return (jemhooks_provider_ops){.size = sizeof(jemhooks_provider_ops), .name = "mine", .enter = enter, .leave = leave, .map = map,
-                                   .unmap = unmap, .give_back = give_back, .close = end};
-}
-
-static jemhooks_provider *provider_of(const jemhooks_provider_ops *ops) {
-    jemhooks_provider *provider;
-    MUST(jemhooks_provider_create(ops, &mine, &provider));
-    return provider;
-}
-
-static void close_all(jemhooks_provider *provider, bool kept) {
-    CHECK("closed", !mine.closed, "closed while its owner has it");
-    jemhooks_provider_close(provider);
-    CHECK("closed", mine.closed == 1, "closed %zu times", mine.closed);
-    CHECK("tenant", mine.entered == mine.left, "%zu arenas came and %zu left", mine.entered, mine.left);
-    if (!kept) CHECK("leak", !mine.count && !mine.bytes && mine.maps, "%zu mappings of %zu are left", mine.count, mine.maps);
-}
-
-/* Blocks of many sizes, zeroed ones among them, written to and checked; all freed in the end. */
-static void work(jemhooks_arena *arena, long ops, uint64_t seed) {
-    enum { COUNT = 60 };
-    struct {
-        char *p;
-        size_t size;
-    } b[COUNT] = {{NULL, 0}};
-    dice d = {seed};
-    for (long i = 0; i < ops; i++) {
-        size_t k = roll_below(&d, COUNT), size = (size_t)1 << roll_below(&d, 20);
-        size += roll_below(&d, size);
-        if (b[k].p) {
-            CHECK("content", filled(b[k].p, b[k].size, b[k].size, k + seed), "a block of %zu bytes changed", b[k].size);
-            MUST(jemhooks_free(b[k].p));
-            b[k].p = NULL;
-            continue;
-        }
-        bool zero = roll_below(&d, 2);
-        b[k].p = must_have(zero ? jemhooks_calloc(arena, 1, size) : jemhooks_alloc(arena, size), "block");
-        b[k].size = size;
-        if (zero) CHECK("zero", all_zero(b[k].p, size), "a zeroed block of %zu bytes holds old bytes", size);
-        fill(b[k].p, size, k + seed);
-        if (!roll_below(&d, 300)) MUST(jemhooks_trim(arena, NULL));
-    }
-    for (size_t k = 0; k < COUNT; k++) MUST(jemhooks_free(b[k].p));
-    CHECK("abandoned", !stats_of(arena).abandoned, "jemalloc lost %zu bytes", (size_t)stats_of(arena).abandoned);
-}
 
 /* ---- providers that do as they are told -------------------------------------------------------------------------- */
 
 static void complete(void) {
     static const size_t pages[] = {0, PAGE, 64 * KIB, SLOT};
     for (size_t i = 0; i < sizeof pages / sizeof *pages; i++) {
-        reset();
-        jemhooks_provider_ops ops = all_ops();
+        account_reset();
+        jemhooks_provider_ops ops = account_ops();
         ops.page = pages[i];
         mine.page = pages[i] ? pages[i] : PAGE;
         mine.reads_zero = i % 2;
         mine.fail_give_back = i == 3 ? EINVAL : 0; /* a failing give_back must not be trusted */
-        jemhooks_provider *provider = provider_of(&ops);
+        jemhooks_provider *provider = account_provider(&ops);
         jemhooks_provider_info info = {.size = sizeof info};
         MUST(jemhooks_provider_get_info(provider, &info));
         CHECK("info",
@@ -234,26 +28,26 @@ static void complete(void) {
               "it says page %zu, total %zu, unmaps %d, divides %d", (size_t)info.page, (size_t)info.total, info.unmaps, info.divides);
         for (int round = 0; round < 2; round++) {
             jemhooks_arena *one = arena_on(provider, NULL, 0), *two = arena_on(provider, NULL, 0);
-            work(one, option("ops", 20000) / 8, 1);
-            work(two, option("ops", 20000) / 8, 2);
+            account_work(one, option("ops", 20000) / 8, 1);
+            account_work(two, option("ops", 20000) / 8, 2);
             arena_end(one);
             arena_end(two);
             CHECK("leak", !mine.count, "%zu mappings outlive their arenas", mine.count);
         }
         CHECK("given_back", mine.gives, "give_back was never called");
-        close_all(provider, false);
+        account_close(provider, false);
     }
 }
 
 /* The caller's reference goes first: the provider lives as long as its arena. */
 static void order(void) {
-    reset();
-    jemhooks_provider_ops ops = all_ops();
-    jemhooks_provider *provider = provider_of(&ops);
+    account_reset();
+    jemhooks_provider_ops ops = account_ops();
+    jemhooks_provider *provider = account_provider(&ops);
     jemhooks_arena *arena = arena_on(provider, NULL, 0);
     jemhooks_provider_close(provider);
     CHECK("closed", !mine.closed, "closed under its arena");
-    work(arena, 500, 1);
+    account_work(arena, 500, 1);
     arena_end(arena);
     CHECK("closed", mine.closed == 1 && mine.left == 1 && !mine.count, "closed %zu times, left %zu times, %zu mappings", mine.closed,
           mine.left, mine.count);
@@ -262,14 +56,14 @@ static void order(void) {
 /* Never unmapping: memory is kept for the next arena, old bytes and all; or (gives) given back page by page, where each call must
  * be about one mapping, though others lie beside it. */
 static void kept_by(bool gives) {
-    reset();
-    jemhooks_provider_ops ops = {.size = sizeof ops, .name = "kept", .map = map, .give_back = gives ? give_back : NULL};
-    jemhooks_provider *provider = provider_of(&ops);
+    account_reset();
+    jemhooks_provider_ops ops = {.size = sizeof ops, .name = "kept", .map = account_map, .give_back = gives ? account_give_back : NULL};
+    jemhooks_provider *provider = account_provider(&ops);
     jemhooks_provider_info info = {.size = sizeof info};
     size_t first = 0;
     for (long i = 0; i < option("arenas", 500); i++) {
         jemhooks_arena *arena = arena_on(provider, NULL, 0);
-        work(arena, 60, 1 + (uint64_t)i % 7);
+        account_work(arena, 60, 1 + (uint64_t)i % 7);
         arena_end(arena);
         if (i == 20) first = mine.bytes;
     }
@@ -290,11 +84,25 @@ static void kept(void) {
 }
 
 /* Mappings side by side that are not so in their file are not joined: each call is about one of them. */
+/* Mappings that begin where the last one ends, but not so in their file. */
+static int map_beside(void *self, void *tenant, size_t alignment, jemhooks_mapping *m) {
+    (void)self;
+    LOCKED {
+        account_tenant("map", tenant);
+        size_t length = (m->length + SLOT - 1) & ~(SLOT - 1);
+        CHECK("setup", alignment <= SLOT && mine.bytes + length <= WINDOW, "%zu bytes on %zu after %zu", length, alignment, mine.bytes);
+        *m = (jemhooks_mapping){mine.window + mine.bytes, length, ++mine.maps << 40, true};
+        mine.live[mine.count++] = *m;
+        mine.bytes += m->length;
+    }
+    return 0;
+}
+
 static void beside(void) {
-    reset();
+    account_reset();
     mine.window = map_aligned(WINDOW, PROT_READ | PROT_WRITE);
-    jemhooks_provider_ops ops = {.size = sizeof ops, .name = "beside", .map = map_beside, .give_back = give_back};
-    jemhooks_provider *provider = provider_of(&ops);
+    jemhooks_provider_ops ops = {.size = sizeof ops, .name = "beside", .map = map_beside, .give_back = account_give_back};
+    jemhooks_provider *provider = account_provider(&ops);
     jemhooks_config config = JEMHOOKS_CONFIG_INIT;
     config.provider = provider;
     config.policy = JEMHOOKS_NONE;
@@ -316,16 +124,16 @@ static void beside(void) {
 
 /* What was mapped is used again as it was, neither split nor joined. */
 static void solid(void) {
-    reset();
-    jemhooks_provider_ops ops = {.size = sizeof ops, .name = "solid", .map = map, .flags = JEMHOOKS_NOT_DIVISIBLE};
-    jemhooks_provider *provider = provider_of(&ops);
+    account_reset();
+    jemhooks_provider_ops ops = {.size = sizeof ops, .name = "solid", .map = account_map, .flags = JEMHOOKS_NOT_DIVISIBLE};
+    jemhooks_provider *provider = account_provider(&ops);
     jemhooks_provider_info info = {.size = sizeof info};
     size_t first = 0;
     for (long i = 0; i < option("arenas", 500) / 2; i++) {
         size_t count;
         jemhooks_arena *one = arena_on(provider, NULL, 0), *two = arena_on(provider, NULL, 0);
-        work(one, 60, 1 + (uint64_t)i % 7);
-        work(two, 60, 2 + (uint64_t)i % 5);
+        account_work(one, 60, 1 + (uint64_t)i % 7);
+        account_work(two, 60, 2 + (uint64_t)i % 5);
         jemhooks_region_info *r = regions_of(one, &count);
         for (size_t k = 0; k < count; k++) {
             bool same = false;
@@ -349,7 +157,7 @@ static void solid(void) {
 static void *churn(void *shared) {
     for (int i = 0; i < 20; i++) {
         jemhooks_arena *arena = arena_on(*(jemhooks_provider **)shared, NULL, 0);
-        work(arena, option("ops", 20000) / 100, 1 + (uint64_t)i);
+        account_work(arena, option("ops", 20000) / 100, 1 + (uint64_t)i);
         arena_end(arena);
     }
     return NULL;
@@ -359,19 +167,19 @@ static void *churn(void *shared) {
 static void threads(void) {
     for (int keeps = 0; keeps < 2; keeps++) {
         pthread_t thread[4];
-        reset();
-        jemhooks_provider_ops ops = all_ops();
+        account_reset();
+        jemhooks_provider_ops ops = account_ops();
         if (keeps) {
-            ops = (jemhooks_provider_ops){.size = sizeof ops, .name = "kept", .map = map, .close = end};
+            ops = (jemhooks_provider_ops){.size = sizeof ops, .name = "kept", .map = account_map, .close = account_end};
             mine.has_tenants = false;
         }
-        jemhooks_provider *provider = provider_of(&ops);
+        jemhooks_provider *provider = account_provider(&ops);
         for (int i = 0; i < 4; i++) thread[i] = start_thread(churn, &provider);
         for (int i = 0; i < 4; i++) join_thread(thread[i]);
         jemhooks_provider_info info = {.size = sizeof info};
         MUST(jemhooks_provider_get_info(provider, &info));
         if (keeps) CHECK("reused", info.free == mine.bytes, "of %zu bytes %zu are free", mine.bytes, (size_t)info.free);
-        close_all(provider, keeps);
+        account_close(provider, keeps);
         for (size_t i = 0; i < mine.count; i++) munmap(mine.live[i].base, (mine.live[i].length + SLOT - 1) & ~(SLOT - 1));
     }
 }
@@ -379,9 +187,9 @@ static void threads(void) {
 /* ---- providers that fail ----------------------------------------------------------------------------------------- */
 
 static void enter_fails(void) {
-    reset();
-    jemhooks_provider_ops ops = all_ops();
-    jemhooks_provider *provider = provider_of(&ops);
+    account_reset();
+    jemhooks_provider_ops ops = account_ops();
+    jemhooks_provider *provider = account_provider(&ops);
     jemhooks_config config = JEMHOOKS_CONFIG_INIT;
     jemhooks_arena *arena = NULL;
     config.provider = provider;
@@ -402,18 +210,18 @@ static void enter_fails(void) {
     CHECK("tenant", !mine.left && !mine.maps, "who did not come in left, or mapped");
     mine.fail_enter = 0;
     arena = arena_of(&config);
-    work(arena, 500, 1);
+    account_work(arena, 500, 1);
     arena_end(arena);
-    close_all(provider, false);
+    account_close(provider, false);
 }
 
 /* The Nth mapping fails: the allocation may, with an error that says so, and the arena goes on. */
 static void map_fails(void) {
     size_t failed = 0;
     for (long nth = 1; nth < 12; nth++) {
-        reset();
-        jemhooks_provider_ops ops = all_ops();
-        jemhooks_provider *provider = provider_of(&ops);
+        account_reset();
+        jemhooks_provider_ops ops = account_ops();
+        jemhooks_provider *provider = account_provider(&ops);
         jemhooks_arena *arena = arena_on(provider, NULL, 0);
         char *p[10];
         mine.fail_map = nth;
@@ -430,18 +238,18 @@ static void map_fails(void) {
             MUST(jemhooks_free(p[i]));
         }
         mine.fail_map = 0;
-        work(arena, 500, 1);
+        account_work(arena, 500, 1);
         arena_end(arena);
-        close_all(provider, false);
+        account_close(provider, false);
     }
     CHECK("setup", failed > 5, "only %zu mappings failed", failed);
 }
 
 /* Memory that is another region's already is refused, and unmapped again. (But for what lies in one live block: arenas nest.) */
 static void overlapping(void) {
-    reset();
-    jemhooks_provider_ops ops = all_ops();
-    jemhooks_provider *provider = provider_of(&ops);
+    account_reset();
+    jemhooks_provider_ops ops = account_ops();
+    jemhooks_provider *provider = account_provider(&ops);
     jemhooks_arena *arena = arena_on(provider, NULL, 0), *other = arena_on(provider, NULL, 0);
     char *p = must_have(jemhooks_alloc(arena, 64 * KIB), "block");
     fill(p, 64 * KIB, 1);
@@ -456,7 +264,7 @@ static void overlapping(void) {
     mine.overlaps = false;
     arena_end(other);
     arena_end(arena);
-    close_all(provider, false);
+    account_close(provider, false);
 }
 
 enum { TRUTH, SHORT, EMPTY, ODD, CROOKED, NOWHERE, BEYOND, WRAPPED, POSITIVE, LIES };
@@ -488,9 +296,9 @@ static void lying_unmap(void *self, void *tenant, const jemhooks_mapping *m) {
 
 /* What is not as it was asked for is not used. */
 static void map_lies(void) {
-    reset();
+    account_reset();
     const jemhooks_provider_ops ops = {.size = sizeof ops, .name = "liar", .map = lying_map, .unmap = lying_unmap};
-    jemhooks_provider *provider = provider_of(&ops);
+    jemhooks_provider *provider = account_provider(&ops);
     for (lie = SHORT; lie < LIES; lie++) {
         int said = lie;
         jemhooks_arena *arena = arena_on(provider, NULL, 0);
@@ -521,15 +329,15 @@ static void drop_in_child(void) {
 }
 
 static void forked(void) {
-    reset();
-    jemhooks_provider_ops ops = all_ops();
-    inherited = provider_of(&ops);
+    account_reset();
+    jemhooks_provider_ops ops = account_ops();
+    inherited = account_provider(&ops);
     in_child("dropping a provider", drop_in_child);
     jemhooks_arena *arena = arena_on(inherited, NULL, 0);
     in_child("dropping a provider with an arena", drop_in_child);
-    work(arena, 500, 1);
+    account_work(arena, 500, 1);
     arena_end(arena);
-    close_all(inherited, false);
+    account_close(inherited, false);
 }
 
 static int no_register(void *self, void *address, size_t length, unsigned access, jemhooks_mr *mr) {
@@ -544,10 +352,10 @@ static int no_deregister(void *self, jemhooks_mr *mr) {
 
 /* What the flags forbid. */
 static void flags(void) {
-    reset();
-    jemhooks_provider_ops ops = all_ops();
+    account_reset();
+    jemhooks_provider_ops ops = account_ops();
     ops.flags = JEMHOOKS_NOT_HOST_ACCESSIBLE | JEMHOOKS_NOT_PINNABLE;
-    jemhooks_provider *provider = provider_of(&ops);
+    jemhooks_provider *provider = account_provider(&ops);
     jemhooks_provider_info info = {.size = sizeof info};
     MUST(jemhooks_provider_get_info(provider, &info));
     CHECK("info", !info.host_accessible && !info.pinnable, "host_accessible %d, pinnable %d", info.host_accessible, info.pinnable);
@@ -573,7 +381,7 @@ static void flags(void) {
         if (!rc) arena_end(pinned);
         jemhooks_registrar_close(registrar);
     }
-    close_all(provider, false);
+    account_close(provider, false);
 }
 
 static void refuses(const char *what, const jemhooks_provider_ops *ops, jemhooks_provider **provider, int rc) {
@@ -585,13 +393,13 @@ static void refuses(const char *what, const jemhooks_provider_ops *ops, jemhooks
 }
 
 static void bad_ops(void) {
-    reset();
+    account_reset();
     jemhooks_provider *provider = NULL;
     struct {
         jemhooks_provider_ops ops;
         char later[16];
-    } longer = {all_ops(), {0}};
-    jemhooks_provider_ops ops = all_ops();
+    } longer = {account_ops(), {0}};
+    jemhooks_provider_ops ops = account_ops();
     refuses("no ops", NULL, &provider, -EINVAL);
     refuses("nowhere to put it", &ops, NULL, -EINVAL);
     static const size_t sizes[] = {0, 4, offsetof(jemhooks_provider_ops, map), 65537, SIZE_MAX};
@@ -599,15 +407,15 @@ static void bad_ops(void) {
         ops.size = sizes[i];
         refuses("a wrong size", &ops, &provider, -EINVAL);
     }
-    ops = all_ops();
+    ops = account_ops();
     ops.name = NULL;
     refuses("no name", &ops, &provider, -EINVAL);
-    ops = all_ops();
+    ops = account_ops();
     ops.map = NULL;
     refuses("no map", &ops, &provider, -EINVAL);
     static const size_t pages[] = {1, 2048, 4095, 4097, 12288, SIZE_MAX};
     for (size_t i = 0; i < 6; i++) {
-        ops = all_ops();
+        ops = account_ops();
         ops.page = pages[i];
         refuses("a wrong page", &ops, &provider, -EINVAL);
     }
@@ -624,7 +432,7 @@ static void bad_ops(void) {
     jemhooks_arena *arena = arena_on(provider, NULL, 0);
     MUST(jemhooks_free(must_have(jemhooks_alloc(arena, 64), "block")));
     arena_end(arena);
-    close_all(provider, false);
+    account_close(provider, false);
     jemhooks_provider_close(NULL);
 }
 

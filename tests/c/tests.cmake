@@ -8,6 +8,7 @@ foreach(name ahead budget contract events failing fixed forking full ipc lifetim
   target_link_libraries(test_${name} PRIVATE test_check)
 endforeach()
 target_sources(test_contract PRIVATE ${CMAKE_CURRENT_LIST_DIR}/placement.c)
+target_sources(test_provider PRIVATE ${CMAKE_CURRENT_LIST_DIR}/account.c)
 if(TARGET PkgConfig::VERBS) # runs in the guest of ci/vm
   add_executable(test_verbs ${CMAKE_CURRENT_LIST_DIR}/verbs.c)
   target_link_libraries(test_verbs PRIVATE test_check PkgConfig::VERBS)

@@ -159,28 +159,62 @@ def test_one_arena_at_a_time(dax: str) -> None:
     jh.Arena(provider=provider).close()
 
 
+@SHARED
+def test_one_provider_at_a_time(dax: str, shared: bool, python: Python, resources: Callable[[], Resources]) -> None:
+    """Or two would give the same bytes to two arenas."""
+    other = """
+        import sys
+        import jemhooks as jh
+        try:
+            with jh.Arena(provider=jh.DevDax(sys.argv[1])) as arena:
+                print(arena.zeros(3).sum())
+        except jh.ProviderError as e:
+            print(e)
+        """
+    before = resources()
+    provider = jh.DevDax(dax, shared=shared)
+    for also in (False, True):
+        with pytest.raises(jh.ProviderError, match=f"devdax: {dax} is locked: another provider"):
+            jh.DevDax(dax, shared=also)
+    assert "is locked: another provider" in python.check(other, dax), "nor may another process"
+    with jh.Arena(provider=provider) as arena:
+        del provider
+        gc.collect()
+        assert "is locked: another provider" in python.check(other, dax), "an arena keeps it"
+        del arena
+    gc.collect()
+    assert python.check(other, dax).strip() == "0.0", "with its last user it is free"
+    assert resources().descriptors == before.descriptors, "what was refused left no file open"
+
+
 def test_a_forked_child_sees_the_device(dax: str, python: Python) -> None:
-    """Shared memory: a child sees what its parent writes after the fork, and cannot free it."""
+    """Shared memory: a child sees what its parent writes later, cannot free it, and does not keep it locked."""
     python.check(
         """
-        import os, sys
+        import gc, os, sys
         import jemhooks as jh
         with jh.Arena(provider=jh.DevDax(sys.argv[1])) as arena:
             a = arena.full(100_000, 1, "u1")
             wait, go = os.pipe()
             pid = os.fork()
             if not pid:
+                os.close(go)
                 os.read(wait, 1)
                 status = 0 if (a == 2).all() else 1
                 try:
                     arena.zeros(10)
                 except jh.ForkError:
+                    os.read(wait, 1)
                     os._exit(status)
                 os._exit(2)
             a[:] = 2
             os.write(go, b"x")
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
             del a
+        del arena
+        gc.collect()
+        jh.DevDax(sys.argv[1])
+        os.close(go)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         """,
         dax,
     )
@@ -293,9 +327,14 @@ def test_registrars_that_do_not_pin(dax: str, fsdax: Path, source: str, pins: Ca
 
 def test_prepared_ahead(dax: str, fsdax: Path, null: jh.Null) -> None:
     """By a thread that populates the pages."""
-    for provider in (jh.DevDax(dax, shared=True), jh.DevDax(dax), jh.File(fsdax)):
-        how: dict[str, Any] = {"policy": "eager", "prepare": "ahead", "region_min": "4MiB", "region_max": "4MiB"}
-        with jh.Arena(null, provider=provider, **how) as arena:
+    how: dict[str, Any] = {"policy": "eager", "prepare": "ahead", "region_min": "4MiB", "region_max": "4MiB"}
+    makers: list[Callable[[], jh.Provider]] = [
+        lambda: jh.DevDax(dax, shared=True),
+        lambda: jh.DevDax(dax),
+        lambda: jh.File(fsdax),
+    ]
+    for make in makers:
+        with make() as provider, jh.Arena(null, provider=provider, **how) as arena:
             kept = []
             for i in range(20):
                 kept.append(arena.full(MiB, i, "u1"))
