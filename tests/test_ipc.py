@@ -391,6 +391,6 @@ def test_threads_while_exporters_end(peers: Callable[[], Peer], soak: int) -> No
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("case", ["arguments", "forged", "leaks", "many", "threads", "exporters"])
+@pytest.mark.parametrize("case", ["arguments", "forged", "leaks", "many", "table_full", "threads", "exporters"])
 def test_in_c(run: Run, case: str) -> None:  # noqa: F811
     passes(run("ipc", f"case={case}", count("rounds", 200)))

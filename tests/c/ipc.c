@@ -3,10 +3,12 @@
  * Concurrency: `threads` and `exporters` have many threads that open and close the same handles; everything else is one thread. */
 #include "check.h"
 #include "jemhooks_ipc.h"
+#include "jemhooks_provider.h"
 
 #include <errno.h>
 #include <signal.h>
 #include <stdint.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -279,6 +281,69 @@ static void many(void) {
     check_nothing_mapped("many");
 }
 
+/* Slots of one file, side by side, so that the kernel needs few mappings for very many regions. */
+typedef struct row {
+    char *base;
+    int fd;
+    size_t used;
+} row;
+
+static int row_map(void *self, void *tenant, size_t alignment, jemhooks_mapping *m) {
+    row *r = self;
+    (void)tenant;
+    CHECK("setup", alignment <= SLOT && m->length <= SLOT, "%zu bytes on %zu", m->length, alignment);
+    *m = (jemhooks_mapping){r->base + r->used * SLOT, m->length, r->used * SLOT, true};
+    r->used++;
+    return 0;
+}
+
+static int row_share(void *self, void *tenant, const jemhooks_mapping *m, int *fd, uint64_t *offset) {
+    (void)tenant;
+    *fd = ((row *)self)->fd;
+    *offset = m->offset;
+    return 0;
+}
+
+/* One more region than there can be exported: an error says so, and when some have gone there is room again. */
+static void table_full(void) {
+    enum { MOST = 65535, LATER = 100, SIZE_EACH = 1700 * KIB }; /* of which a slot holds one */
+    row r = {NULL, memfd_create("row", MFD_CLOEXEC), 0};
+    MUST(ftruncate(r.fd, (off_t)((MOST + 2 * LATER) * SLOT)));
+    r.base = mmap(NULL, (MOST + 2 * LATER) * SLOT, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, r.fd, 0);
+    CHECK("setup", r.base != MAP_FAILED, "no address space");
+    const jemhooks_provider_ops ops = {.size = sizeof ops, .name = "row", .map = row_map, .share = row_share};
+    jemhooks_config config = JEMHOOKS_CONFIG_INIT;
+    MUST(jemhooks_provider_create(&ops, &r, &config.provider));
+    config.region_min = config.region_max = SLOT;
+    config.policy = JEMHOOKS_NONE;
+    jemhooks_arena *arena = arena_of(&config), *going;
+    config.name = "going";
+    going = arena_of(&config);
+    jemhooks_ipc_handle handle;
+    void **block = must_have(calloc(MOST + LATER, sizeof *block), "array");
+    for (size_t i = 0; i < MOST; i++) {
+        block[i] = must_have(jemhooks_alloc(i < LATER ? going : arena, SIZE_EACH), "block");
+        MUST(jemhooks_ipc_export(block[i], 0, 0, &handle));
+    }
+    CHECK("stats", ipc_stats().exported == MOST, "%lu regions are exported", (unsigned long)ipc_stats().exported);
+    for (size_t i = 0; i < LATER; i++) {
+        block[MOST + i] = must_have(jemhooks_alloc(arena, SIZE_EACH), "block");
+        refused("an export too many", jemhooks_ipc_export(block[MOST + i], 0, 0, &handle), ENOSPC, JEMHOOKS_ERROR_PROVIDER);
+    }
+    MUST(jemhooks_ipc_export(block[MOST / 2], 0, 0, &handle)); /* of a region that is in the table */
+    for (size_t i = 0; i < LATER; i++) MUST(jemhooks_free(block[i]));
+    arena_end(going);
+    for (size_t i = 0; i < LATER; i++) MUST(jemhooks_ipc_export(block[MOST + i], 0, 0, &handle));
+    CHECK("stats", ipc_stats().exported == MOST, "%lu regions are exported in the end", (unsigned long)ipc_stats().exported);
+    for (size_t i = LATER; i < MOST + LATER; i++) MUST(jemhooks_free(block[i]));
+    arena_end(arena);
+    CHECK("stats", !ipc_stats().exported, "ended arenas still export");
+    jemhooks_provider_close(config.provider);
+    munmap(r.base, (MOST + 2 * LATER) * SLOT);
+    close(r.fd);
+    free(block);
+}
+
 /* Arenas of this process come and go. */
 static void threads(void) {
     pthread_t thread[32];
@@ -374,8 +439,8 @@ static void exporters(void) {
 
 int main(int argc, char **argv) {
     static const test_case cases[] = {{"arguments", arguments}, {"forged", forged},       {"leaks", leaks},
-                                      {"many", many},           {"threads", threads},     {"exporters", exporters},
-                                      {NULL, NULL}};
+                                      {"many", many},           {"table_full", table_full}, {"threads", threads},
+                                      {"exporters", exporters}, {NULL, NULL}};
     take_options(argc, argv);
     return run_cases(cases);
 }
