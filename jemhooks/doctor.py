@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import os
 import platform
 import resource
 import sys
@@ -36,6 +38,20 @@ def _read(path: str) -> str:
         return _ABSENT
 
 
+def _file_of_malloc() -> str:
+    class Info(ctypes.Structure):
+        _fields_ = (
+            ("file", ctypes.c_char_p),
+            ("base", ctypes.c_void_p),
+            ("name", ctypes.c_char_p),
+            ("at", ctypes.c_void_p),
+        )
+
+    process, info = ctypes.CDLL(None), Info()
+    found = process.dladdr(ctypes.cast(process.malloc, ctypes.c_void_p), ctypes.byref(info))
+    return os.fsdecode(info.file) if found else _ABSENT
+
+
 def _allocator() -> Iterator[str]:
     path = jemalloc_path()
     if allocator() != "jemalloc":
@@ -58,8 +74,13 @@ def _allocator() -> Iterator[str]:
         return
     yield _line(True, "loading", f"{TUNABLE} is {have} bytes")
     version: str = ffi.string(lib.jemhooks_allocator_version()).decode()
-    prefixed = b"je_mallocx" in path.read_bytes()
-    yield _line(True, "jemalloc", f"{version}, symbols {'je_…' if prefixed else 'without prefix'}")
+    ours = ffi.string(lib.jemhooks_allocator_file()).decode()
+    prefixed = b"je_mallocx" in Path(ours).read_bytes()
+    yield _line(True, "jemalloc", f"{version}, symbols {'je_…' if prefixed else 'without prefix'}, of {ours}")
+    whose = _file_of_malloc()
+    two = whose != ours and Path(whose).is_file() and b"<jemalloc>" in Path(whose).read_bytes()
+    remedy = "another jemalloc than the arenas': neither can free the other's blocks" if two else ""
+    yield _line(None, "malloc", f"the process's own, of {whose}", remedy)
 
 
 def _machine() -> Iterator[str]:

@@ -159,3 +159,7 @@ void jh_heap_stats(jh_heap *heap, jemhooks_stats *stats) {
 const char *jemhooks_allocator_version(void) {
     return "direct";
 }
+
+const char *jemhooks_allocator_file(void) {
+    return "";
+}

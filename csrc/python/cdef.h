@@ -8,6 +8,7 @@ int jemhooks_last_error_kind(void);
 const char *jemhooks_version(void);
 const char *jemhooks_build_config(void);
 const char *jemhooks_allocator_version(void);
+const char *jemhooks_allocator_file(void);
 size_t jemhooks_stranded_bytes(void);
 int jemhooks_notify_cache(const char *kind);
 void jemhooks_set_error(const char *format, ...);

@@ -4,6 +4,9 @@
 #include "jemalloc.h"
 #include "../../error.h"
 
+#include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
 #include <string.h>
 
 #define MIB_DEPTH 7
@@ -25,6 +28,16 @@ static const char *const names[JH_CTL_COUNT] = {
 };
 
 jh_features jh_jemalloc;
+static const struct {
+    const char *name;
+    void *function;
+} called[] = {{"mallocx", (void *)je_mallocx}, {"dallocx", (void *)je_dallocx}, {"sallocx", (void *)je_sallocx},
+              {"nallocx", (void *)je_nallocx}, {"xallocx", (void *)je_xallocx}, {"mallctl", (void *)je_mallctl},
+              {"mallctlnametomib", (void *)je_mallctlnametomib}, {"mallctlbymib", (void *)je_mallctlbymib}};
+static struct {
+    const char *file, *other; /* where they are from; of another file than the first: none, if all is well */
+    size_t first, odd;
+} from;
 static struct {
     size_t mib[MIB_DEPTH];
     size_t depth; /* 0: this jemalloc lacks the control */
@@ -49,9 +62,31 @@ static bool junk(void) { /* a string in 5.x: "false", "alloc", "free" or "true" 
     return !je_mallctl("opt.junk", &value, &size, NULL, 0) && strcmp(value, "false");
 }
 
+/* The file that a function is in; NULL: not known, or it is an entry that the program has for another file's function. */
+static const char *file_of(void *function) {
+    Dl_info found;
+    void *entry = NULL;
+    if (!dladdr1(function, &found, &entry, RTLD_DL_SYMENT)) return NULL;
+    const ElfW(Sym) *symbol = entry;
+    return symbol && symbol->st_shndx == SHN_UNDEF ? NULL : found.dli_fname;
+}
+
+/* With two jemallocs in a process, all that is called must be of one: its pointers mean nothing to the other. */
+static void find_files(void) {
+    for (size_t i = 0; i < sizeof called / sizeof *called && !from.other; i++) {
+        const char *file = file_of(called[i].function);
+        if (!file) continue;
+        if (!from.file) from.file = file, from.first = i;
+        else if (strcmp(file, from.file)) from.other = file, from.odd = i;
+    }
+}
+
 static void load(void) {
+    jh_jemalloc.version = "unknown";
+    find_files();
+    if (from.other) return;
     size_t size = sizeof jh_jemalloc.version;
-    if (je_mallctl("version", &jh_jemalloc.version, &size, NULL, 0)) jh_jemalloc.version = "unknown";
+    je_mallctl("version", &jh_jemalloc.version, &size, NULL, 0);
     for (int i = 0; i < JH_CTL_COUNT; i++) {
         mibs[i].depth = MIB_DEPTH;
         mibs[i].index = strncmp(names[i], "stats.", 6) ? 1 : 2;
@@ -69,6 +104,9 @@ static void load(void) {
 
 int jh_ctl_load(void) {
     pthread_once(&once, load);
+    if (from.other)
+        return jh_fail(JEMHOOKS_ERROR_LOAD, ELIBBAD, "there are two jemallocs in this process: %s is that of %s, and %s that of %s; preload "
+                       "and link only one of them", called[from.first].name, from.file, called[from.odd].name, from.other);
     if (!exists("arena.0.extent_hooks") || !strncmp(jh_jemalloc.version, "5.0.0-", 6))
         return jh_fail(JEMHOOKS_ERROR_LOAD, ENOTSUP, "jemalloc %s cannot be hooked: 5.0.0 grows by its default hooks and 4.x "
                        "has chunk hooks; install jemalloc 5.0.1 or later", jh_jemalloc.version);
@@ -100,4 +138,9 @@ void jh_ctl_epoch(void) {
 const char *jemhooks_allocator_version(void) {
     pthread_once(&once, load);
     return jh_jemalloc.version;
+}
+
+const char *jemhooks_allocator_file(void) {
+    pthread_once(&once, load);
+    return from.file ? from.file : "";
 }
