@@ -127,7 +127,7 @@ class File(Provider):
     """Memory in files: page cache, or persistent memory itself, where the file system is mounted with dax.
 
     Other processes can map it (:mod:`jemhooks.ipc`). When the file system is full, allocations fail; nothing crashes.
-    But on tmpfs, the kernel refuses to pin it for long: Verbs (without on-demand access) and Uring refuse such arenas.
+    Except on tmpfs, the kernel refuses to pin it for long: Verbs (without on-demand access) and Uring refuse it then.
 
     :param path: a directory: each arena gets a file without a name there, which goes with it. Or a file, for all
         arenas of this provider: a new one, which stays; with ``overwrite`` an existing one. It is locked (flock)
