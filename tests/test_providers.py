@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.null
 MiB = 1 << 20
 HUGE = Path("/proc/sys/vm/nr_hugepages")
+FREE = Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
 
 
 def smaps(address: int) -> dict[str, str]:
@@ -40,13 +41,13 @@ def smaps(address: int) -> dict[str, str]:
 
 @pytest.fixture
 def huge_pages() -> Iterator[Callable[[int], int]]:
-    """A function that asks for so many reserved 2 MiB pages; how many there are. Restored afterwards."""
+    """A function that asks for so many reserved 2 MiB pages; how many are free. Restored afterwards."""
     before = HUGE.read_text()
 
     def reserve(count: int) -> int:
         with contextlib.suppress(OSError):  # not ours to change: the tests take what is there
             HUGE.write_text(str(count))
-        return int(HUGE.read_text())
+        return int(FREE.read_text())
 
     yield reserve
     gc.collect()
