@@ -187,7 +187,7 @@ static void refused_often(void) {
         char *p = jemhooks_alloc(arena, BLOCK << i % 5);
         if (p) violated("full", "a block of %zu bytes can be had", (size_t)BLOCK << i % 5), jemhooks_free(p);
     }
-    disk.room = room;
+    disk.room += room; /* and what was given back meanwhile */
     n = fill_up(arena, 1);
     jemhooks_region_info home = region_at(arena, block[0]);
     for (size_t i = 0; i < n; i++) here += (uintptr_t)block[i] - home.base < home.length;
