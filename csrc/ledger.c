@@ -98,13 +98,7 @@ int jh_ledger_enter(const jh_ledger_entry *entry, unsigned *slot, uint64_t *seri
         jh_ledger_entry *e = at(*slot);
         unused_slots = unused_slots ? (unsigned)e->unused : 0;
         atomic_thread_fence(memory_order_release); /* who reads what follows reads that the last serial is gone */
-        e->device = entry->device;
-        e->inode = entry->inode;
-        e->offset = entry->offset;
-        e->length = entry->length;
-        e->page = entry->page;
-        e->fd = entry->fd;
-        e->sealed = entry->sealed;
+        jh_ledger_copy(e, entry);
         e->unused = 0;
         *serial = ++last_serial;
         atomic_store(&e->serial, *serial);

@@ -21,6 +21,17 @@ typedef struct jh_ledger_entry {
     uint64_t unused;
 } jh_ledger_entry;
 
+/* What it says of a region: all but its serial, by which one knows whether that is one region's, and `unused`. */
+static inline void jh_ledger_copy(jh_ledger_entry *to, const jh_ledger_entry *from) {
+    to->device = from->device;
+    to->inode = from->inode;
+    to->offset = from->offset;
+    to->length = from->length;
+    to->page = from->page;
+    to->fd = from->fd;
+    to->sealed = from->sealed;
+}
+
 typedef struct jh_ledger {
     struct {
         uint32_t magic, version;

@@ -189,13 +189,7 @@ static int map_region(const jh_handle *h, const jh_ledger_entry *entry, int give
 /* What the ledger says of the handle's region; not of another one that came into its slot meanwhile. 0 or -errno, recorded. */
 static int read_entry(const exporter *e, const jh_handle *h, jh_ledger_entry *entry) {
     const jh_ledger_entry *shared = &e->ledger->entry[h->slot - 1];
-    entry->device = shared->device;
-    entry->inode = shared->inode;
-    entry->offset = shared->offset;
-    entry->length = shared->length;
-    entry->page = shared->page;
-    entry->fd = shared->fd;
-    entry->sealed = shared->sealed;
+    jh_ledger_copy(entry, shared);
     atomic_thread_fence(memory_order_acquire);
     return serial_now(e, h->slot) == h->serial ? 0 : gone(h, ESTALE, "its arena has ended");
 }
