@@ -58,7 +58,8 @@ def huge_pages() -> Iterator[bool]:
 def _usable(request: pytest.FixtureRequest) -> Kind:
     kind: Kind = request.param
     if kind.limit and not request.getfixturevalue("huge_pages"):
-        pytest.skip("no huge pages can be reserved here; they are in the guest")
+        assert os.geteuid(), f"root must be able to reserve {SIZE >> 21} huge pages (vm.nr_hugepages)"
+        pytest.skip("reserving huge pages needs root, as in the guest")
     return kind
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing as mp
+import os
 import pickle
 import sys
 import threading
@@ -64,7 +65,8 @@ def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[jh.Prov
     place.mkdir(exist_ok=True)
     if "huge" in kind:
         if not request.getfixturevalue("huge_pages"):
-            pytest.skip("no huge pages can be had here; they are in the guest")
+            assert os.geteuid(), "root must be able to have the kernel lend 12 huge pages (vm.nr_overcommit_hugepages)"
+            pytest.skip("huge pages need root, as in the guest")
         yield jh.Memfd(hugetlb="2MiB")
     elif kind == "memfd":
         yield jh.Memfd()
