@@ -1,4 +1,4 @@
-/* pages.c - the account of a region's pages: three bitmaps, one bit for each 4 KiB.
+/* pages.c - the account of a region's pages: four bitmaps, one bit for each 4 KiB.
  * A successful decommit promises jemalloc zeroes, so a page that may hold old bytes is *stale* until it is either given
  * back to the kernel (and that succeeded) or cleared when it is committed again. An extent that jemalloc gets without that
  * promise has nothing to clear.
@@ -54,6 +54,7 @@ int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *tenant, const 
     p->base = mapping->base;
     p->count = mapping->length / JH_PAGE;
     set_committed(p, 0);
+    p->own = 0;
     p->committed_bits = p->inline_bits;
     memset(p->inline_bits, 0, sizeof p->inline_bits);
     if (words > 1) {
@@ -61,7 +62,8 @@ int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *tenant, const 
                                              MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (p->committed_bits == MAP_FAILED) return -ENOMEM;
     }
-    p->stale_bits = p->committed_bits + words;
+    p->own_bits = p->committed_bits + words;
+    p->stale_bits = p->own_bits + words;
     p->promised_bits = p->stale_bits + words;
     if (!mapping->zero) change(p->stale_bits, 0, p->count, true);
     return -pthread_mutex_init(&p->lock, NULL);
@@ -92,6 +94,13 @@ int jh_pages_reserve(jh_pages *p, size_t first, size_t n) {
     return ops->reserve(p->provider->self, p->tenant, &p->mapping, first * JH_PAGE, n * JH_PAGE);
 }
 
+/* What is in [first, end) is a block's from now on. */
+static void disown(jh_pages *p, size_t first, size_t end) {
+    size_t fewer = change(p->own_bits, first, end, false);
+    p->own -= fewer;
+    set_committed(p, p->committed + fewer);
+}
+
 void jh_pages_commit(jh_pages *p, size_t first, size_t n) {
     size_t end = first + n;
     bool may = p->provider->host_accessible || JH_FAULT(touch);
@@ -99,6 +108,13 @@ void jh_pages_commit(jh_pages *p, size_t first, size_t n) {
         memset(p->base + a * JH_PAGE, 0, (b - a) * JH_PAGE);
     if (!JH_FAULT(commit_stays_stale)) change(p->stale_bits, first, end, false); /* what they hold now is a block's */
     set_committed(p, p->committed + change(p->committed_bits, first, end, true));
+    disown(p, first, end);
+}
+
+void jh_pages_own(jh_pages *p, size_t first, size_t n) {
+    size_t more = change(p->own_bits, first, first + n, true);
+    p->own += more;
+    set_committed(p, p->committed - more);
 }
 
 bool jh_pages_all_committed(const jh_pages *p, size_t first, size_t n) {
@@ -106,8 +122,13 @@ bool jh_pages_all_committed(const jh_pages *p, size_t first, size_t n) {
 }
 
 void jh_pages_decommit(jh_pages *p, size_t first, size_t n) {
-    set_committed(p, p->committed - change(p->committed_bits, first, first + n, false));
-    change(p->stale_bits, first, first + n, true);
+    size_t end = first + n;
+    for (size_t a = first, b; (a = seek(p->committed_bits, a, end, true)) < end; a = b) {
+        b = seek(p->committed_bits, a, end, false);
+        change(p->stale_bits, a, b, true);
+    }
+    disown(p, first, end);
+    set_committed(p, p->committed - change(p->committed_bits, first, end, false));
     change(p->promised_bits, first, first + n, true);
 }
 
@@ -138,7 +159,10 @@ static bool given_back(const jh_pages *p, size_t a, size_t b) {
 void jh_pages_give_back(jh_pages *p, size_t first, size_t n) {
     if (!p->provider->ops.give_back) return;
     if (!p->committed) {
-        if (given_back(p, 0, p->count)) change(p->stale_bits, 0, p->count, false);
+        for (size_t a = 0, b; (a = seek(p->own_bits, a, p->count, false)) < p->count; a = b) {
+            b = seek(p->own_bits, a, p->count, true);
+            if (given_back(p, a, b)) change(p->stale_bits, a, b, false);
+        }
         return;
     }
     for (size_t end = first + n, a = first, b; (a = seek(p->stale_bits, a, end, true)) < end; a = b) {

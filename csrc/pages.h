@@ -6,7 +6,7 @@
 
 #include <pthread.h>
 
-enum { JH_BITMAPS = 3 };
+enum { JH_BITMAPS = 4 };
 
 typedef struct jh_pages {
     pthread_mutex_t lock; /* short: its holder clears memory or calls madvise, no more; hooks take it */
@@ -15,8 +15,10 @@ typedef struct jh_pages {
     jemhooks_mapping mapping;
     char *base;
     size_t count;         /* pages of 4 KiB                                           */
-    size_t committed;     /* how many bits are set in committed_bits; may be read unlocked, atomically */
+    size_t committed;     /* how many pages are committed and not own; may be read unlocked, atomically */
+    size_t own;           /* how many are own                                           */
     uint64_t *committed_bits; /* jemalloc holds the page: in use, dirty or muzzy          */
+    uint64_t *own_bits;       /* of these: jemalloc 4 keeps records of its own in the page, so no block lies there */
     uint64_t *stale_bits;     /* the page may hold old bytes                               */
     uint64_t *promised_bits;  /* jemalloc takes the uncommitted page for zero: if it is stale, it must be cleared at its
                                  next commit                                               */
@@ -33,7 +35,9 @@ int jh_pages_reserve(jh_pages *p, size_t first, size_t n);
 /* jemalloc starts to use these pages, which are reserved: clears those of them that are stale and were promised to be zero. Counts by bits, not
  * lengths: pages may be committed already. */
 void jh_pages_commit(jh_pages *p, size_t first, size_t n);
-/* jemalloc is done with these pages: their bytes are old now. */
+/* These pages, which are committed, are for the allocator's own records. */
+void jh_pages_own(jh_pages *p, size_t first, size_t n);
+/* jemalloc is done with these pages, and takes them for zero: the bytes of those that were committed are old now. */
 void jh_pages_decommit(jh_pages *p, size_t first, size_t n);
 /* The same, both, of pages that nobody has touched since: they are as fresh or as stale as before, and promised no more. */
 void jh_pages_hold(jh_pages *p, size_t first, size_t n, bool hold);
@@ -43,8 +47,8 @@ void jh_pages_promise(jh_pages *p, size_t first, size_t n, bool zero);
 bool jh_pages_any_stale(const jh_pages *p, size_t first, size_t n);
 /* A device may write to any page from now on: the uncommitted ones become stale. */
 void jh_pages_mark_uncommitted(jh_pages *p);
-/* Gives stale pages of the range back to the provider, or the whole region if nothing of it is committed (pinning or a
- * huge page may have populated pages never used). What did not go stays stale. */
+/* Gives stale pages of the range back to the provider, or all of the region but the allocator's own pages, if no others are
+ * committed (pinning or a huge page may have populated pages never used). What did not go stays stale. */
 void jh_pages_give_back(jh_pages *p, size_t first, size_t n);
 
 static inline size_t jh_pages_committed(const jh_pages *p) {

@@ -56,13 +56,12 @@ static bool is_stranded(const void *base, size_t length) {
     return r;
 }
 
-/* May a region lie at [base, base + length), in the midst of `outer`? Only in a live block of that arena. */
-static bool may_lie_in(jh_region *outer, const char *base, size_t length) {
-    jh_pages *p = &outer->registration.pages;
+bool jh_region_is_committed(jh_region *r, const void *address, size_t length) {
+    jh_pages *p = &r->registration.pages;
     pthread_mutex_lock(&p->lock);
-    bool may = jh_pages_all_committed(p, (size_t)(base - p->base) / JH_PAGE, length / JH_PAGE);
+    bool committed = jh_pages_all_committed(p, (size_t)((const char *)address - p->base) / JH_PAGE, length / JH_PAGE);
     pthread_mutex_unlock(&p->lock);
-    return may;
+    return committed;
 }
 
 /* Enters the region into the page map. 0 or -errno. */
@@ -73,7 +72,8 @@ static int enter(jh_region *r, void *base, size_t length) {
     if (rc) return rc;
     r->outer = outer ? jh_pool_region_of(outer) : NULL;
     if (!outer) return 0;
-    if (!may_lie_in(r->outer, base, length) || length <= 2 * JH_PAGE) {
+    /* In the midst of another region only in a live block of that arena. */
+    if (!jh_region_is_committed(r->outer, base, length) || length <= 2 * JH_PAGE) {
         jh_pagemap_remove(r->registration.hot, outer);
         return -EEXIST;
     }
@@ -189,7 +189,7 @@ size_t jh_stranded_bytes(void) {
 
 /* ---- for hooks ------------------------------------------------------------------------------------------------- */
 
-bool jh_region_commit(jh_region *r, void *address, size_t length) {
+static bool commit(jh_region *r, void *address, size_t length, bool own) {
     jh_registration *g = &r->registration;
     size_t first = (size_t)((char *)address - g->pages.base) / JH_PAGE, n = length / JH_PAGE;
     pthread_mutex_lock(&g->pages.lock);
@@ -200,14 +200,30 @@ bool jh_region_commit(jh_region *r, void *address, size_t length) {
         atomic_store(&r->space->starved, true);
         return false;
     }
-    if (!g->pages.committed && jh_state(g->hot) == JEMHOOKS_REGISTERED) {
+    if (!own && !g->pages.committed && jh_state(g->hot) == JEMHOOKS_REGISTERED) {
         bool prepared = atomic_fetch_and(&g->pin.unused_since, ~JH_UNUSED_YET) & JH_UNUSED_YET;
         if (!prepared) atomic_fetch_add(&g->rails->hits, 1);
     }
     if (atomic_load(&r->space->seeding)) jh_pages_hold(&g->pages, first, n, true);
     else jh_pages_commit(&g->pages, first, n);
+    if (own) jh_pages_own(&g->pages, first, n);
     pthread_mutex_unlock(&g->pages.lock);
     return true;
+}
+
+bool jh_region_commit(jh_region *r, void *address, size_t length) {
+    return commit(r, address, length, false);
+}
+
+bool jh_region_commit_own(jh_region *r, void *address, size_t length) {
+    return commit(r, address, length, true);
+}
+
+void jh_region_own(jh_region *r, void *address, size_t length) {
+    jh_pages *p = &r->registration.pages;
+    pthread_mutex_lock(&p->lock);
+    jh_pages_own(p, (size_t)((char *)address - p->base) / JH_PAGE, length / JH_PAGE);
+    pthread_mutex_unlock(&p->lock);
 }
 
 void jh_region_decommit(jh_region *r, void *address, size_t length) {

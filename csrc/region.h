@@ -26,6 +26,12 @@ jh_region *jh_region_at(const void *address);
 
 /* For hooks: the allocator takes pages into use, or gives them up. False: the provider has no room for them. */
 bool jh_region_commit(jh_region *r, void *address, size_t length);
+/* The same for pages in which the allocator keeps records of its own: they do not make the region busy. */
+bool jh_region_commit_own(jh_region *r, void *address, size_t length);
+/* Such pages are these, which are committed: they turn out to be. */
+void jh_region_own(jh_region *r, void *address, size_t length);
+/* Are all of these pages committed? */
+bool jh_region_is_committed(jh_region *r, const void *address, size_t length);
 void jh_region_decommit(jh_region *r, void *address, size_t length);
 
 #endif

@@ -183,14 +183,29 @@ static bool grow(jh_space *s, size_t size, size_t alignment) {
     return offer(s, gap_in_new(s, size, alignment, NULL)) || (divided && offer(s, gap_in_new(s, size, least, NULL)));
 }
 
-/* [at, at + size) of r, which was carved, is a gap again, with the one that it was carved from. */
+/* [at, at + size) of r, which was carved, is a gap again, with those before and after it. */
 static void uncarve(jh_region *r, size_t at, size_t size) {
     jh_space *s = r->space;
+    jh_gap *before = NULL, *g, **after = NULL;
     pthread_mutex_lock(&s->carve);
-    jh_gap *g = s->gaps;
-    while (g && (g->region != r || g->at != at + size)) g = g->next;
-    if (g) g->at = at;
-    else if ((g = jh_pool_take_gap())) *g = (jh_gap){NULL, r, at, at + size}, offer(s, g);
+    for (jh_gap **link = &s->gaps; *link; link = &(*link)->next) {
+        if ((*link)->region != r) continue;
+        if ((*link)->end == at) before = *link;
+        if ((*link)->at == at + size) after = link;
+    }
+    if (before && after) {
+        before->end = (*after)->end;
+        g = *after;
+        *after = g->next;
+        jh_pool_return_gap(g);
+    } else if (before) {
+        before->end = at + size;
+    } else if (after) {
+        (*after)->at = at;
+    } else if ((g = jh_pool_take_gap())) {
+        *g = (jh_gap){NULL, r, at, at + size};
+        offer(s, g);
+    }
     pthread_mutex_unlock(&s->carve);
 }
 
@@ -280,4 +295,10 @@ void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, boo
     }
     pthread_mutex_unlock(&s->carve);
     return found ? extent(r, at, size, zero, commit) : NULL;
+}
+
+void jh_space_uncarve(jh_space *s, void *address, size_t size) {
+    jh_region *r = jh_region_at(address);
+    while (r && r->space != s) r = r->outer;
+    if (r) uncarve(r, (uintptr_t)address - r->registration.hot->base, size);
 }

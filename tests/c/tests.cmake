@@ -7,6 +7,13 @@ foreach(name ahead budget contract events failing fixed forking full ipc lifetim
   add_executable(test_${name} ${CMAKE_CURRENT_LIST_DIR}/${name}.c)
   target_link_libraries(test_${name} PRIVATE test_check)
 endforeach()
+if(TARGET jemhooks_static AND JEMHOOKS_ALLOCATOR STREQUAL jemalloc) # calls what the shared library hides
+  add_executable(test_chunks ${CMAKE_CURRENT_LIST_DIR}/chunks.c ${CMAKE_CURRENT_LIST_DIR}/placement.c $<TARGET_OBJECTS:test_check>)
+  target_compile_options(test_chunks PRIVATE ${warnings})
+  target_compile_definitions(test_chunks PRIVATE _GNU_SOURCE)
+  target_include_directories(test_chunks PRIVATE . ${allocator_include_dirs})
+  target_link_libraries(test_chunks PRIVATE jemhooks_static)
+endif()
 target_sources(test_contract PRIVATE ${CMAKE_CURRENT_LIST_DIR}/placement.c)
 target_sources(test_provider PRIVATE ${CMAKE_CURRENT_LIST_DIR}/account.c)
 if(TARGET PkgConfig::VERBS) # runs in the guest of ci/vm

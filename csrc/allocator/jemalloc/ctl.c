@@ -19,12 +19,18 @@ static const char *const names[JH_CTL_COUNT] = {
     [JH_CTL_MUZZY_DECAY] = "arena.0.muzzy_decay_ms",
     [JH_CTL_OVERSIZE] = "arena.0.oversize_threshold",
     [JH_CTL_GROW_LIMIT] = "arena.0.retain_grow_limit",
+    [JH_CTL_CHUNK_HOOKS] = "arena.0.chunk_hooks",
+    [JH_CTL_RESET] = "arena.0.reset",
+    [JH_CTL_DECAY_TIME] = "arena.0.decay_time",
+    [JH_CTL_DIRTY_MULT] = "arena.0.lg_dirty_mult",
+    [JH_CTL_THREADS] = "stats.arenas.0.nthreads",
     [JH_CTL_PACTIVE] = "stats.arenas.0.pactive",
     [JH_CTL_PDIRTY] = "stats.arenas.0.pdirty",
     [JH_CTL_PMUZZY] = "stats.arenas.0.pmuzzy",
     [JH_CTL_ABANDONED] = "stats.arenas.0.abandoned_vm",
     [JH_CTL_SMALL_ALLOCATED] = "stats.arenas.0.small.allocated",
     [JH_CTL_LARGE_ALLOCATED] = "stats.arenas.0.large.allocated",
+    [JH_CTL_HUGE_ALLOCATED] = "stats.arenas.0.huge.allocated",
 };
 
 jh_features jh_jemalloc;
@@ -56,10 +62,29 @@ static bool option(const char *name) {
     return !je_mallctl(name, &value, &size, NULL, 0) && value;
 }
 
-static bool junk(void) { /* a string in 5.x: "false", "alloc", "free" or "true" */
-    const char *value = "false";
+static const char *string_option(const char *name, const char *otherwise) {
+    const char *value = otherwise;
     size_t size = sizeof value;
-    return !je_mallctl("opt.junk", &value, &size, NULL, 0) && strcmp(value, "false");
+    return je_mallctl(name, &value, &size, NULL, 0) ? otherwise : value;
+}
+
+/* What jemalloc 4 is like; 0 chunk: it is no jemalloc 4. */
+static void load_chunks(void) {
+    size_t lg = 0, size = sizeof lg;
+    unsigned n = 0;
+    jh_jemalloc.decays = true;
+    if (exists("arena.0.extent_hooks") || je_mallctl("opt.lg_chunk", &lg, &size, NULL, 0)) return;
+    jh_jemalloc.chunk = (size_t)1 << lg;
+    jh_jemalloc.recommits = mibs[JH_CTL_RESET].depth && strncmp(jh_jemalloc.version, "4.2.", 4);
+    jh_jemalloc.decays = !strcmp(string_option("opt.purge", ""), "decay");
+    jh_jemalloc.retain = jh_jemalloc.bounds_growth = true; /* it asks for what it needs, and keeps it */
+    size = sizeof n;
+    if (je_mallctl("arenas.nlruns", &n, &size, NULL, 0) || !n) return;
+    size_t mib[MIB_DEPTH], depth = MIB_DEPTH;
+    if (je_mallctlnametomib("arenas.lrun.0.size", mib, &depth)) return;
+    mib[2] = n - 1;
+    size = sizeof jh_jemalloc.largest_run;
+    je_mallctlbymib(mib, depth, &jh_jemalloc.largest_run, &size, NULL, 0);
 }
 
 /* The file that a function is in; NULL: not known, or it is an entry that the program has for another file's function. */
@@ -95,11 +120,12 @@ static void load(void) {
     jh_jemalloc.retain = option("opt.retain");
     jh_jemalloc.metadata_outside = exists("experimental.arenas_create_ext");
     jh_jemalloc.bounds_growth = mibs[JH_CTL_GROW_LIMIT].depth;
+    load_chunks();
     jh_growth_start();
     ssize_t uaf = -1; /* from 5.3 on, freed blocks may be filled to detect their use */
     size = sizeof uaf;
     if (je_mallctl("opt.lg_san_uaf_align", &uaf, &size, NULL, 0)) uaf = -1;
-    jh_jemalloc.touches = junk() || option("opt.zero") || option("config.debug") || uaf >= 0;
+    jh_jemalloc.touches = strcmp(string_option("opt.junk", "false"), "false") || option("opt.zero") || option("config.debug") || uaf >= 0;
 }
 
 int jh_ctl_load(void) {
@@ -107,9 +133,11 @@ int jh_ctl_load(void) {
     if (from.other)
         return jh_fail(JEMHOOKS_ERROR_LOAD, ELIBBAD, "there are two jemallocs in this process: %s is that of %s, and %s that of %s; preload "
                        "and link only one of them", called[from.first].name, from.file, called[from.odd].name, from.other);
-    if (!exists("arena.0.extent_hooks") || !strncmp(jh_jemalloc.version, "5.0.0-", 6))
-        return jh_fail(JEMHOOKS_ERROR_LOAD, ENOTSUP, "jemalloc %s cannot be hooked: 5.0.0 grows by its default hooks and 4.x "
-                       "has chunk hooks; install jemalloc 5.0.1 or later", jh_jemalloc.version);
+    bool hooked = jh_jemalloc.chunk ? mibs[JH_CTL_CHUNK_HOOKS].depth && exists("opt.purge") : exists("arena.0.extent_hooks");
+    if (!hooked || !strncmp(jh_jemalloc.version, "5.0.0-", 6))
+        return jh_fail(JEMHOOKS_ERROR_LOAD, ENOTSUP, "jemalloc %s cannot be hooked: 5.0.0 grows by its default hooks, 4.0 does not use "
+                       "again what its hooks keep, and earlier ones have no such hooks; install jemalloc 5.0.1 or later, or 4.1 to "
+                       "4.5", jh_jemalloc.version);
     if (!jh_jemalloc.metadata_outside && option("opt.zero"))
         return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOTSUP, "jemalloc %s with opt.zero clears memory behind the hooks' back; remove "
                        "zero:true from MALLOC_CONF or install jemalloc 5.3", jh_jemalloc.version);

@@ -8,7 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define NEVER ((size_t)1 << 40) /* an oversize threshold that no allocation reaches; 0 would not switch it off */
+#define LG_PAGE 12
+#define DECAY 10000000000u /* ns: jemalloc's own default is 10 s */
 
 /* Before 5.3 jemalloc merges an ending arena's statistics without its control lock, so two ends, or an end and an epoch, at
  * once crash. Held around jemalloc's calls, never taken in a hook. */
@@ -28,44 +29,10 @@ int jh_heap_prepare(jh_space *space) {
     if (!space->provider->host_accessible && jh_jemalloc.touches)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOTSUP, "arena '%s': jemalloc's options junk, zero or lg_san_uaf_align write to all "
                        "memory, and the host cannot touch this; remove them from MALLOC_CONF", space->rails.name);
+    if (!space->provider->host_accessible && jh_jemalloc.chunk)
+        return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOTSUP, "arena '%s': jemalloc %s keeps records in the memory that it hands out, and the "
+                       "host cannot touch this; use jemalloc 5", space->rails.name, jh_jemalloc.version);
     return 0;
-}
-
-static int create_arena(jh_shard *shard) {
-    struct { /* arena_config_t of 5.3 */
-        jh_extent_hooks *hooks;
-        bool metadata_use_hooks;
-    } ext = {&shard->hooks, JH_FAULT(metadata_inside)};
-    size_t size = sizeof shard->index;
-    if (jh_jemalloc.metadata_outside)
-        return je_mallctl("experimental.arenas_create_ext", &shard->index, &size, &ext, sizeof ext);
-    return je_mallctl("arenas.create", &shard->index, &size, &ext.hooks, sizeof ext.hooks);
-}
-
-/* Sets a control of the shard's arena; a jemalloc that lacks it is as good. 0 or an error, recorded. */
-static int set(const jh_shard *shard, enum jh_ctl ctl, const char *what, int64_t value) {
-    int rc = jh_ctl_arena(ctl, shard->index, NULL, NULL, &value, sizeof value); /* all are size_t or ssize_t */
-    if (!rc || rc == -ENOENT) return 0;
-    return jh_fail(JEMHOOKS_ERROR_CONFIG, -rc, "arena '%s': jemalloc does not take %lld as %s: %s", shard->space->rails.name,
-                   (long long)value, what, strerror(-rc));
-}
-
-static int start_shard(jh_shard *shard, jh_space *space, const jemhooks_config *config) {
-    shard->hooks = jh_extent_hooks_5;
-    shard->space = space;
-    atomic_init(&shard->bound, jh_jemalloc.bounds_growth ? SIZE_MAX : config->region_max);
-    int rc = create_arena(shard);
-    if (rc)
-        return jh_fail(JEMHOOKS_ERROR_MEMORY, rc, "arena '%s': jemalloc cannot make another arena: %s; it has at most 4,095",
-                       space->rails.name, strerror(rc));
-    if (!JH_FAULT(oversize_default)) rc = set(shard, JH_CTL_OVERSIZE, "oversize_threshold", NEVER);
-    if (!rc && !JH_FAULT(growth_unlimited)) rc = set(shard, JH_CTL_GROW_LIMIT, "retain_grow_limit", (int64_t)config->region_max);
-    if (!rc && config->dirty_decay_ms != JEMHOOKS_DECAY_DEFAULT)
-        rc = set(shard, JH_CTL_DIRTY_DECAY, "dirty_decay_ms", config->dirty_decay_ms);
-    if (!rc && config->muzzy_decay_ms != JEMHOOKS_DECAY_DEFAULT)
-        rc = set(shard, JH_CTL_MUZZY_DECAY, "muzzy_decay_ms", config->muzzy_decay_ms);
-    if (rc) jh_ctl_arena(JH_CTL_DESTROY, shard->index, NULL, NULL, NULL, 0);
-    return rc;
 }
 
 /* Destroys the jemalloc arenas. -EBUSY: jemalloc refused the first, and nothing has changed; -EIO: it refused a later one,
@@ -73,7 +40,7 @@ static int start_shard(jh_shard *shard, jh_space *space, const jemhooks_config *
 static int end_shards(jh_heap *heap) {
     int rc = 0;
     for (unsigned i = 0; i < heap->shards; i++) {
-        if (!jh_ctl_arena(JH_CTL_DESTROY, heap->shard[i].index, NULL, NULL, NULL, 0)) continue;
+        if (!jh_shard_end(&heap->shard[i])) continue;
         if (!i) return -EBUSY;
         rc = -EIO;
     }
@@ -85,9 +52,11 @@ static int end_shards(jh_heap *heap) {
 
 /* mallocx, with forks held off where need be. */
 static void *allocate(size_t size, int flags) {
+    jh_this_runs = jh_jemalloc.recommits && size <= jh_jemalloc.largest_run && (flags & MALLOCX_LG_ALIGN(63)) <= LG_PAGE;
     jh_growth_enter();
     void *p = je_mallocx(size, flags);
     jh_growth_leave();
+    jh_this_runs = false;
     return p;
 }
 
@@ -146,17 +115,22 @@ int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **hea
     jh_heap *h = calloc(1, sizeof *h + config->shards * sizeof h->shard[0]);
     if (!h) return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "arena '%s': no memory for the heap itself", space->rails.name);
     h->space = space;
+    h->decay = config->dirty_decay_ms == JEMHOOKS_DECAY_DEFAULT ? DECAY : config->dirty_decay_ms < 0 ? UINT64_MAX
+                                                                          : (uint64_t)config->dirty_decay_ms * 1000000;
+    atomic_init(&h->aged, jh_now());
+    size_t several = 2 * jh_jemalloc.chunk; /* jemalloc 4 asks for one chunk after the other */
+    if (space->growth < several) space->growth = several < space->region_max ? several : space->region_max;
     int rc = jh_tcache_enter(h);
     if (rc) {
         free(h);
         return jh_fail(JEMHOOKS_ERROR_MEMORY, -rc, "arena '%s': there are 4,095 arenas already; destroy some", space->rails.name);
     }
     for (; h->shards < config->shards; h->shards++)
-        if ((rc = start_shard(&h->shard[h->shards], space, config))) {
+        if ((rc = jh_shard_start(&h->shard[h->shards], space, config))) {
             end_shards(h);
             return rc;
         }
-    if (space->provider->regions && h->shards == 1 && jh_jemalloc.retain && !JH_FAULT(unseeded)) seed(h);
+    if (space->provider->regions && h->shards == 1 && jh_jemalloc.retain && !jh_jemalloc.chunk && !JH_FAULT(unseeded)) seed(h);
     *heap = h;
     return 0;
 }
@@ -219,12 +193,18 @@ static void *alloc_aligned(jh_heap *heap, size_t size, size_t alignment, int fla
     return p;
 }
 
+/* The size to ask for. jemalloc 4 leaves pages around an aligned block in a chunk committed for good, which then is never
+ * empty again: such a block gets chunks of its own. */
+static size_t apart(size_t size, size_t alignment) {
+    return alignment > JH_PAGE && size <= jh_jemalloc.largest_run ? jh_jemalloc.largest_run + 1 : size;
+}
+
 void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jemhooks_region **region) {
     int flags = jh_tcache_flags(heap) | MALLOCX_LG_ALIGN(__builtin_ctzl(alignment));
     /* Before 5.3 jemalloc clears by MADV_DONTNEED, past every hook; and what it was seeded with it takes for zero. */
     bool clears = zero && (!jh_jemalloc.metadata_outside || heap->clears);
     if (zero && !clears) flags |= MALLOCX_ZERO;
-    void *p = obtain(heap, size, alignment, flags);
+    void *p = obtain(heap, apart(size, alignment), alignment, flags);
     if (!p && alignment > JH_PAGE && !jh_jemalloc.retain) p = alloc_aligned(heap, size, alignment, flags);
     if (!p) return NULL;
     *region = jemhooks_region_of(p);
@@ -246,20 +226,37 @@ bool jh_heap_resize(jh_heap *heap, void *p, size_t size) {
 }
 
 void jh_heap_free(jh_heap *heap, void *p) {
+    jh_this_runs = true;
     je_dallocx(p, jh_tcache_flags(heap));
+    jh_this_runs = false;
 }
 
 size_t jh_heap_usable(const void *p) {
     return je_sallocx(p, 0);
 }
 
+static void each(jh_heap *heap, enum jh_ctl ctl) {
+    jh_this_runs = true;
+    for (unsigned i = 0; i < heap->shards; i++) jh_ctl_arena(ctl, heap->shard[i].index, NULL, NULL, NULL, 0);
+    jh_this_runs = false;
+}
+
+/* jemalloc 4 puts the chunks that this empties aside, as dirty again; and it stops early if another thread is purging. */
+static void purge(jh_heap *heap) {
+    unsigned turns = 0;
+    do each(heap, JH_CTL_PURGE);
+    while (jh_jemalloc.chunk && ++turns < 8 && (jh_ctl_epoch(), sum(heap, JH_CTL_PDIRTY)));
+}
+
 void jh_heap_purge(jh_heap *heap, bool flush) {
     if (flush) jh_tcache_flush(heap);
-    for (unsigned i = 0; i < heap->shards; i++) jh_ctl_arena(JH_CTL_PURGE, heap->shard[i].index, NULL, NULL, NULL, 0);
+    purge(heap);
 }
 
 void jh_heap_age(jh_heap *heap) {
-    for (unsigned i = 0; i < heap->shards; i++) jh_ctl_arena(JH_CTL_DECAY, heap->shard[i].index, NULL, NULL, NULL, 0);
+    unsigned long long now = jh_now(), aged = atomic_load(&heap->aged);
+    if (jh_jemalloc.decays) each(heap, JH_CTL_DECAY);
+    else if (now - aged >= heap->decay && atomic_compare_exchange_strong(&heap->aged, &aged, now)) purge(heap);
 }
 
 void jh_heap_stats(jh_heap *heap, jemhooks_stats *stats) {
@@ -271,5 +268,5 @@ void jh_heap_stats(jh_heap *heap, jemhooks_stats *stats) {
     stats->dirty = sum(heap, JH_CTL_PDIRTY) * page;
     stats->muzzy = sum(heap, JH_CTL_PMUZZY) * page;
     stats->abandoned = sum(heap, JH_CTL_ABANDONED);
-    stats->allocated = sum(heap, JH_CTL_SMALL_ALLOCATED) + sum(heap, JH_CTL_LARGE_ALLOCATED);
+    stats->allocated = sum(heap, JH_CTL_SMALL_ALLOCATED) + sum(heap, JH_CTL_LARGE_ALLOCATED) + sum(heap, JH_CTL_HUGE_ALLOCATED);
 }

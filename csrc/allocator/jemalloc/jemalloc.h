@@ -20,12 +20,18 @@ enum jh_ctl {
     JH_CTL_MUZZY_DECAY,
     JH_CTL_OVERSIZE,   /* 5.3 and later */
     JH_CTL_GROW_LIMIT, /* 5.1 and later */
+    JH_CTL_CHUNK_HOOKS, /* this and the next three: 4.x */
+    JH_CTL_RESET,       /* 4.2 and later */
+    JH_CTL_DECAY_TIME,
+    JH_CTL_DIRTY_MULT,
+    JH_CTL_THREADS,
     JH_CTL_PACTIVE,
     JH_CTL_PDIRTY,
     JH_CTL_PMUZZY,
     JH_CTL_ABANDONED,
     JH_CTL_SMALL_ALLOCATED,
     JH_CTL_LARGE_ALLOCATED,
+    JH_CTL_HUGE_ALLOCATED, /* 4.x */
     JH_CTL_COUNT
 };
 
@@ -35,8 +41,14 @@ typedef struct jh_features {
     bool metadata_outside;  /* arenas can keep their own metadata out of hook memory (5.3 and later)         */
     bool bounds_growth;     /* retain_grow_limit exists                                                      */
     bool touches;           /* opt.junk, opt.zero or the like: jemalloc writes to what it hands out          */
+    size_t chunk;           /* 4.x, which has chunks of so many bytes; 0: 5.x, which has extents             */
+    size_t largest_run;     /* 4.x: blocks up to this one lie in chunks with others                          */
+    bool recommits;         /* 4.x: runs in a chunk that was committed whole are committed again (4.3 and later) */
+    bool decays;            /* free pages are given back after a time, which 4.x does with opt.purge:decay only */
 } jh_features;
 extern jh_features jh_jemalloc;
+
+#define JH_ARENAS 4096 /* indexes of jemalloc's arenas are below it: MALLOCX_ARENA has 12 bits for them */
 
 /* Reads the features once. 0 or an error, recorded. */
 int jh_ctl_load(void);
@@ -91,9 +103,35 @@ typedef struct jh_shard {
     unsigned index;
     atomic_size_t bound;   /* larger extents are refused; jemalloc then asks for the exact size. SIZE_MAX if it bounds itself */
     atomic_uint aligned;   /* allocations for which over-aligned extents pass though opt.retain is off */
+    atomic_size_t chunks;  /* bytes of chunks that a jemalloc 4 arena has */
 } jh_shard;
 
 extern const jh_extent_hooks jh_extent_hooks_5;
+
+/* ---- chunk_hooks.c ---------------------------------------------------------------------------------------------- */
+
+typedef struct jh_chunk_hooks { /* chunk_hooks_t of jemalloc 4 */
+    void *(*alloc)(void *new_addr, size_t size, size_t alignment, bool *zero, bool *commit, unsigned arena);
+    bool (*dalloc)(void *chunk, size_t size, bool committed, unsigned arena);
+    bool (*commit)(void *chunk, size_t size, size_t offset, size_t length, unsigned arena);
+    bool (*decommit)(void *chunk, size_t size, size_t offset, size_t length, unsigned arena);
+    bool (*purge)(void *chunk, size_t size, size_t offset, size_t length, unsigned arena);
+    bool (*split)(void *chunk, size_t size, size_t size_a, size_t size_b, bool committed, unsigned arena);
+    bool (*merge)(void *chunk_a, size_t size_a, void *chunk_b, size_t size_b, bool committed, unsigned arena);
+} jh_chunk_hooks;
+
+extern const jh_chunk_hooks jh_chunk_hooks_4;
+/* Whose hooks those of the jemalloc arena are from now on; NULL: nobody's, and it gets nothing. */
+void jh_chunk_hooks_bind(unsigned arena, jh_shard *shard);
+/* Does this thread do nothing that takes up whole chunks for a block? Then of those it commits only the records are needed. */
+extern _Thread_local bool jh_this_runs __attribute__((tls_model("initial-exec")));
+
+/* ---- shard.c ---------------------------------------------------------------------------------------------------- */
+
+/* 0 or an error, recorded. */
+int jh_shard_start(jh_shard *shard, jh_space *space, const jemhooks_config *config);
+/* When no block lives. Afterwards no hook runs any more. -EBUSY: jemalloc refuses, since threads are bound to the arena. */
+int jh_shard_end(jh_shard *shard);
 
 /* ---- tcache.c --------------------------------------------------------------------------------------------------- */
 
@@ -105,6 +143,8 @@ struct jh_heap {
     unsigned slot;         /* its place in those tables          */
     unsigned shards;
     bool clears;           /* zeroes are this library's work, not jemalloc's */
+    uint64_t decay;        /* ns after which free pages go, where jemalloc does not see to it; UINT64_MAX: never */
+    atomic_ullong aged;    /* when they last went                */
     atomic_uint turn;      /* which shard the next thread gets   */
     jh_tcache *caches;     /* guarded by tcache.c's lock         */
     atomic_uint large;     /* allocations under way that may need an extent beyond the bound */

@@ -1,7 +1,8 @@
 /* tcache.c - one explicit jemalloc thread cache per thread and heap.
  * The automatic cache would mix arenas: memory freed to it comes back for any of them. An explicit one holds blocks of one
  * heap only. A thread makes its cache at first use and ends it when it exits; a heap ends all of its caches before it is
- * destroyed. jemalloc has 4,095 cache ids; a thread that gets none allocates without.
+ * destroyed. jemalloc has 4,095 cache ids; a thread that gets none allocates without. So do all with jemalloc 4, which keeps a list of caches
+ * that it corrupts when another thread than their own ends one.
  * Concurrency: `lock` guards the lists and the slots; jemalloc is called under it (and its hooks never take it). Each
  * thread's table is its own.                                                                                        */
 #include "jemalloc.h"
@@ -125,7 +126,8 @@ int jh_tcache_make(jh_heap *heap) {
     pthread_mutex_lock(&lock);
     entry->serial = atomic_load(&heap->serial);
     entry->flags = flags;
-    if (c && !heap->space->uncached && !je_mallctl("tcache.create", &c->id, &size, NULL, 0)) {
+    bool caches = !heap->space->uncached && !jh_jemalloc.chunk;
+    if (c && caches && !je_mallctl("tcache.create", &c->id, &size, NULL, 0)) {
         *c = (jh_tcache){heap, t, c->id, heap->caches, t->caches};
         heap->caches = t->caches = c;
         entry->flags = MALLOCX_ARENA(shard->index) | MALLOCX_TCACHE(c->id);
