@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from jemhooks import loader
+from jemhooks.doctor import jemalloc_notes
 
 if TYPE_CHECKING:
     from conftest import Python
@@ -70,3 +73,15 @@ def test_as_a_command(python: Python) -> None:
         [str(command), "doctor"], capture_output=True, text=True, timeout=60, env=python.environment(), check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("version", "options", "remedy"), [
+    ("4.5.0-0-g04380e7", "", "MALLOC_CONF=purge:decay"),
+    ("4.1.1", "purge:ratio", "MALLOC_CONF=purge:decay"),
+    ("4.5.0", "junk:false,purge:decay", ""),
+])  # fmt: skip
+def test_what_jemalloc_4_lacks(version: str, options: str, remedy: str) -> None:
+    (line,) = jemalloc_notes(version, options)
+    assert "records are in registered memory" in line, "what a peer can reach"
+    assert remedy in line if remedy else "purge" not in line, "what can be done"
+    assert not list(jemalloc_notes("5.3.0", "")), "5 has no such limits"

@@ -235,28 +235,20 @@ size_t jh_heap_usable(const void *p) {
     return je_sallocx(p, 0);
 }
 
-static void each(jh_heap *heap, enum jh_ctl ctl) {
-    jh_this_runs = true;
-    for (unsigned i = 0; i < heap->shards; i++) jh_ctl_arena(ctl, heap->shard[i].index, NULL, NULL, NULL, 0);
-    jh_this_runs = false;
-}
-
-/* jemalloc 4 puts the chunks that this empties aside, as dirty again; and it stops early if another thread is purging. */
-static void purge(jh_heap *heap) {
-    unsigned turns = 0;
-    do each(heap, JH_CTL_PURGE);
-    while (jh_jemalloc.chunk && ++turns < 8 && (jh_ctl_epoch(), sum(heap, JH_CTL_PDIRTY)));
-}
-
 void jh_heap_purge(jh_heap *heap, bool flush) {
     if (flush) jh_tcache_flush(heap);
-    purge(heap);
+    for (unsigned i = 0; i < heap->shards; i++) jh_shard_purge(&heap->shard[i]);
 }
 
 void jh_heap_age(jh_heap *heap) {
-    unsigned long long now = jh_now(), aged = atomic_load(&heap->aged);
-    if (jh_jemalloc.decays) each(heap, JH_CTL_DECAY);
-    else if (now - aged >= heap->decay && atomic_compare_exchange_strong(&heap->aged, &aged, now)) purge(heap);
+    if (!jh_jemalloc.decays) {
+        unsigned long long now = jh_now(), aged = atomic_load(&heap->aged);
+        if (now - aged >= heap->decay && atomic_compare_exchange_strong(&heap->aged, &aged, now)) jh_heap_purge(heap, false);
+        return;
+    }
+    jh_this_runs = true;
+    for (unsigned i = 0; i < heap->shards; i++) jh_ctl_arena(JH_CTL_DECAY, heap->shard[i].index, NULL, NULL, NULL, 0);
+    jh_this_runs = false;
 }
 
 void jh_heap_stats(jh_heap *heap, jemhooks_stats *stats) {

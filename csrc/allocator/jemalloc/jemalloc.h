@@ -130,6 +130,8 @@ extern _Thread_local bool jh_this_runs __attribute__((tls_model("initial-exec"))
 
 /* 0 or an error, recorded. */
 int jh_shard_start(jh_shard *shard, jh_space *space, const jemhooks_config *config);
+/* Makes jemalloc give up every free page it can. */
+void jh_shard_purge(const jh_shard *shard);
 /* When no block lives. Afterwards no hook runs any more. -EBUSY: jemalloc refuses, since threads are bound to the arena. */
 int jh_shard_end(jh_shard *shard);
 

@@ -85,13 +85,23 @@ int jh_shard_start(jh_shard *shard, jh_space *space, const jemhooks_config *conf
     return rc;
 }
 
+/* jemalloc 4 puts the chunks that this empties aside, as dirty again; and it stops early if another thread is purging. */
+void jh_shard_purge(const jh_shard *shard) {
+    enum { MOST = 8 };
+    unsigned turns = 0;
+    jh_this_runs = true;
+    do jh_ctl_arena(JH_CTL_PURGE, shard->index, NULL, NULL, NULL, 0);
+    while (jh_jemalloc.chunk && ++turns < MOST && (jh_ctl_epoch(), jh_ctl_stat(JH_CTL_PDIRTY, shard->index)));
+    jh_this_runs = false;
+}
+
 static int end_chunks(jh_shard *shard) {
     unsigned threads = 0;
     size_t size = sizeof threads;
     jh_ctl_epoch();
     if (!jh_ctl_arena(JH_CTL_THREADS, shard->index, &threads, &size, NULL, 0) && threads) return -EBUSY;
-    jh_ctl_arena(JH_CTL_RESET, shard->index, NULL, NULL, NULL, 0);
-    jh_ctl_arena(JH_CTL_PURGE, shard->index, NULL, NULL, NULL, 0); /* even 4.1 then has no reason to look at its last chunk */
+    jh_shard_purge(shard); /* a reset would go on counting dirty runs; and 4.1 then has no reason to look at its last chunk */
+    if (!jh_ctl_arena(JH_CTL_RESET, shard->index, NULL, NULL, NULL, 0)) jh_shard_purge(shard);
     jh_chunk_hooks_bind(shard->index, NULL);
     pthread_mutex_lock(&lock);
     if (!atomic_load(&shard->chunks)) empty[empties++] = shard->index;
