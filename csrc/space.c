@@ -174,8 +174,10 @@ static bool grow(jh_space *s, size_t size, size_t alignment) {
     size_t least = alignment;
     bool divided = s->provider->whole && !s->provider->regions;
     if (alignment < JH_SLOT) alignment = JH_SLOT;
-    if (size < s->growth && offer(s, gap_in_new(s, s->growth, alignment, NULL))) {
-        s->growth = s->growth * 2 < s->region_max ? s->growth * 2 : s->region_max;
+    size_t step = s->growth, next = step * 2 < s->region_max ? step * 2 : s->region_max;
+    bool shares = size < step || (s->in_chunks && size == step);
+    if (shares && offer(s, gap_in_new(s, step, alignment, NULL))) {
+        s->growth = next;
         return true;
     }
     for (size_t length = s->growth / 2; divided && length > size && length >= LEAST_SHARED; length /= 2) /* what is left */

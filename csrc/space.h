@@ -27,6 +27,7 @@ typedef struct jh_space {
     atomic_int map_error;         /* errno of the last refusal, for the message                   */
     atomic_bool starved;          /* the provider had no room for pages: new regions are reserved whole, or refused */
     atomic_bool seeding;          /* what is allocated is not written to, and freed again          */
+    bool in_chunks;               /* extents are all of one size, mostly: more and more of them shall share a region */
     bool uncached;                /* threads keep no freed blocks, which would keep regions busy  */
     struct jh_ahead *ahead;       /* the thread that prepares regions; NULL: none                 */
     size_t last;                  /* bytes of the last extent, at most region_max                 */

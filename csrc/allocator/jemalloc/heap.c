@@ -118,8 +118,7 @@ int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **hea
     h->decay = config->dirty_decay_ms == JEMHOOKS_DECAY_DEFAULT ? DECAY : config->dirty_decay_ms < 0 ? UINT64_MAX
                                                                           : (uint64_t)config->dirty_decay_ms * 1000000;
     atomic_init(&h->aged, jh_now());
-    size_t several = 2 * jh_jemalloc.chunk; /* jemalloc 4 asks for one chunk after the other */
-    if (space->growth < several) space->growth = several < space->region_max ? several : space->region_max;
+    space->in_chunks = jh_jemalloc.chunk;
     int rc = jh_tcache_enter(h);
     if (rc) {
         free(h);
