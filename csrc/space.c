@@ -102,6 +102,12 @@ size_t jh_space_leases(const jh_space *s) {
     return n;
 }
 
+jh_region *jh_space_region_at(const jh_space *s, const void *address) {
+    jh_region *r = jh_region_at(address);
+    while (r && r->space != s) r = r->outer;
+    return r;
+}
+
 size_t jh_space_committed(const jh_space *s) {
     size_t pages = 0;
     for (jh_region *r = atomic_load(&s->regions); r; r = r->next) pages += jh_pages_committed(&r->registration.pages);
@@ -300,7 +306,6 @@ void *jh_space_carve_at(jh_space *s, void *address, size_t size, bool *zero, boo
 }
 
 void jh_space_uncarve(jh_space *s, void *address, size_t size) {
-    jh_region *r = jh_region_at(address);
-    while (r && r->space != s) r = r->outer;
+    jh_region *r = jh_space_region_at(s, address);
     if (r) uncarve(r, (uintptr_t)address - r->registration.hot->base, size);
 }

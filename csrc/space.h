@@ -60,6 +60,8 @@ void jh_space_offer(jh_space *s, jh_gap *whole);
 void jh_prepare_wake(struct jh_ahead *ahead);
 
 /* For hooks. */
+/* The space's own region there, even where another arena lives in a block of it. */
+jh_region *jh_space_region_at(const jh_space *s, const void *address);
 /* A new extent of `size` bytes: a new region, or the rest of one. Committed if *commit, zero if *zero. NULL: refused. */
 void *jh_space_carve(jh_space *s, size_t size, size_t alignment, bool *zero, bool *commit);
 /* The same at exactly `address`, only where a gap begins there. */

@@ -50,11 +50,8 @@ static jemhooks_mapping piece(const jh_region *r, void *base, size_t length) {
     return (jemhooks_mapping){base, length, ((uint64_t)(uintptr_t)r << 41) + at, 0};
 }
 
-/* The heap's own region there, even where another arena lives in a block of it. */
 static jh_region *region_of(const jh_heap *heap, const void *p) {
-    jh_region *r = jh_region_at(p);
-    while (r && r->space != heap->space) r = r->outer;
-    return r;
+    return jh_space_region_at(heap->space, p);
 }
 
 /* Pages that are not committed; carved where no freed ones will do. lock held. */

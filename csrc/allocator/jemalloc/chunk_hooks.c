@@ -31,11 +31,8 @@ static jh_shard *shard_of(unsigned arena) {
     return shard && !jh_frozen(shard->space->rails.epoch) ? shard : NULL;
 }
 
-/* The shard's own region there, even where another arena lives in a block of it. */
 static jh_region *region_of(const jh_shard *shard, const void *chunk) {
-    jh_region *r = jh_region_at(chunk);
-    while (r && r->space != shard->space) r = r->outer;
-    return r;
+    return jh_space_region_at(shard->space, chunk);
 }
 
 static void *hook_alloc(void *new_addr, size_t size, size_t alignment, bool *zero, bool *commit, unsigned arena) {

@@ -18,11 +18,8 @@ static bool frozen(jh_extent_hooks *hooks) {
     return jh_frozen(shard_of(hooks)->space->rails.epoch);
 }
 
-/* The heap's own region there, even where another arena lives in a block of it. */
 static jh_region *region_of(jh_extent_hooks *hooks, const void *addr) {
-    jh_region *r = jh_region_at(addr);
-    while (r && r->space != shard_of(hooks)->space) r = r->outer;
-    return r;
+    return jh_space_region_at(shard_of(hooks)->space, addr);
 }
 
 /* jemalloc 5.0 to 5.2 keep an arena's metadata in hook memory; a remote write must not reach it, so it gets pages that

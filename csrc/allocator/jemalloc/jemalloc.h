@@ -20,7 +20,7 @@ enum jh_ctl {
     JH_CTL_MUZZY_DECAY,
     JH_CTL_OVERSIZE,   /* 5.3 and later */
     JH_CTL_GROW_LIMIT, /* 5.1 and later */
-    JH_CTL_CHUNK_HOOKS, /* this and the next three: 4.x */
+    JH_CTL_CHUNK_HOOKS, /* this and the next four: for 4.x */
     JH_CTL_RESET,       /* 4.2 and later */
     JH_CTL_DECAY_TIME,
     JH_CTL_DIRTY_MULT,
