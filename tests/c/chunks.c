@@ -355,6 +355,13 @@ static void create(void) {
 
 static void destroy(void) {
     CHECK("idle", !stats_of(arena).committed, "%zu bytes are still committed", (size_t)stats_of(arena).committed);
+    size_t count;
+    bool zero = false, commit = false;
+    jemhooks_region_info *r = regions_of(arena, &count);
+    for (size_t i = 0; i < count; i++) jh_space_carve((jh_space *)arena, r[i].length, CHUNK, &zero, &commit);
+    size_t now = stats_of(arena).regions;
+    CHECK("gaps", now == count, "of %zu regions that were all given back, %zu cannot be had in one piece", count, now - count);
+    free(r);
     arena_end(arena);
     jemhooks_registrar_close(registrar);
 }
