@@ -47,22 +47,9 @@ static void arena_free(jemhooks_arena *a) {
     free(a);
 }
 
-/* A forked child shares its parent's network objects and must not touch them. */
-static int check_own(const jemhooks_arena *a) {
-    const jh_space *s = &a->space;
-    for (unsigned i = 0; i < s->rails.count; i++)
-        if (jh_frozen(s->rails.registrar[i]->epoch))
-            return jh_fail(JEMHOOKS_ERROR_FORK, ECHILD, "arena '%s': registrar %s was opened before the fork; open one in this "
-                           "process", a->name, s->rails.registrar[i]->ops.name);
-    if (jh_frozen(s->provider->epoch))
-        return jh_fail(JEMHOOKS_ERROR_FORK, ECHILD, "arena '%s': its %s provider was made before the fork; make one in this "
-                       "process", a->name, s->provider->ops.name);
-    return 0;
-}
-
 static int arena_open(jemhooks_arena *a, jemhooks_config *c) {
     jh_space *s = &a->space;
-    int rc = check_own(a);
+    int rc = jh_check_own(s);
     if (rc || (rc = jh_space_fit(s)) || (rc = jh_heap_prepare(s))) return rc;
     if ((rc = jh_pagemap_reserve()))
         return jh_fail(JEMHOOKS_ERROR_MEMORY, -rc, "arena '%s': cannot reserve 1 GiB of address space for the page map: %s; raise "
@@ -71,7 +58,7 @@ static int arena_open(jemhooks_arena *a, jemhooks_config *c) {
     if ((rc = jh_provider_enter(s->provider, a->name, &s->tenant))) return rc;
     if (!(rc = jh_space_open(s))) {
         c->region_max = s->region_max;
-        if (!(rc = jh_space_map_whole(s)) && !(rc = jh_heap_create(s, c, &a->heap))) {
+        if (!(rc = jh_space_map_whole(s)) && !(rc = jh_check_pieces(s)) && !(rc = jh_heap_create(s, c, &a->heap))) {
             jh_account_enter(&s->rails.account);
             if (!c->prepare || !(rc = jh_prepare_start(s, age))) return 0;
             jh_account_leave(&s->rails.account);
@@ -194,18 +181,22 @@ jemhooks_budget *jemhooks_arena_budget(jemhooks_arena *a) {
 
 static void *refused(const char *call, jemhooks_arena *a, size_t size) {
     jh_space *s = &a->space;
+    char by_pieces[80] = "";
+    size_t alignment, piece = jh_heap_piece(&alignment);
+    if (piece > JH_PAGE)
+        snprintf(by_pieces, sizeof by_pieces, "; %s takes %zu bytes at a time", jemhooks_allocator_version(), piece);
     int err = atomic_load(&s->map_error);
     if (err == E2BIG)
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: %zu bytes from arena '%s' cannot lie in one registration: its registrars take "
                 "at most %zu bytes, the allocator's rounding included", call, size, a->name, s->region_limit);
     else if (s->provider->regions)
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no room for %zu bytes in arena '%s': its %s memory has %zu bytes in regions of at most "
-                "%zu, of which %zu are in use; free blocks or give it more", call, size, a->name, s->provider->ops.name,
-                s->provider->whole, s->provider->largest, jh_space_committed(s));
+                "%zu, of which %zu are in use; free blocks or give it more%s", call, size, a->name, s->provider->ops.name,
+                s->provider->whole, s->provider->largest, jh_space_committed(s), by_pieces);
     else if (s->provider->whole && err == ENOMEM)
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no room for %zu bytes in arena '%s': the %zu bytes of its %s memory are shared, and no "
-                "free range is long enough; free blocks, destroy another arena, or give it more", call, size, a->name,
-                s->provider->whole, s->provider->ops.name);
+                "free range is long enough; free blocks, destroy another arena, or give it more%s", call, size, a->name,
+                s->provider->whole, s->provider->ops.name, by_pieces);
     else if (err == ENOSPC)
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: no memory for %zu bytes in arena '%s' (%zu bytes mapped): the %s provider has no "
                 "space left; %s, and this arena goes on", call, size, a->name, (size_t)atomic_load(&s->mapped), s->provider->ops.name,
@@ -408,7 +399,7 @@ int jemhooks_regions(jemhooks_arena *arena, jemhooks_region_info *info, size_t *
         const jemhooks_region *hot = r->registration.hot;
         pthread_mutex_lock(&r->registration.pages.lock);
         uint64_t word = __atomic_load_n(&hot->word, __ATOMIC_RELAXED);
-        info[n] = (jemhooks_region_info){hot->base, hot->length, r->registration.pages.committed * JH_PAGE, hot->lkey, hot->rkey,
+        info[n] = (jemhooks_region_info){hot->base, hot->length, jh_pages_busy(&r->registration.pages), hot->lkey, hot->rkey,
                                          hot->remote_base, hot->generation, (uint32_t)(word & 255), (uint32_t)(word >> 8)};
         pthread_mutex_unlock(&r->registration.pages.lock);
     }

@@ -1,7 +1,9 @@
 /* config_check.c - what an arena is made with: is it allowed, and how large may regions be under it?
  * Concurrency: for an arena that is being made, which no other thread knows yet. */
 #include "config_check.h"
+#include "allocator/allocator.h"
 #include "error.h"
+#include "fork.h"
 #include "pagemap.h"
 #include "registrar/registrar.h"
 
@@ -108,4 +110,28 @@ int jh_space_fit(jh_space *s) {
     if (s->region_max > s->region_limit) s->region_max = s->region_limit;
     if (s->growth > s->region_max) s->growth = s->region_max;
     return s->rails.policy == JEMHOOKS_NONE ? 0 : fit_budgets(s);
+}
+
+int jh_check_own(const jh_space *s) {
+    for (unsigned i = 0; i < s->rails.count; i++)
+        if (jh_frozen(s->rails.registrar[i]->epoch))
+            return jh_fail(JEMHOOKS_ERROR_FORK, ECHILD, "arena '%s': registrar %s was opened before the fork; open one in this "
+                           "process", s->rails.name, s->rails.registrar[i]->ops.name);
+    if (jh_frozen(s->provider->epoch))
+        return jh_fail(JEMHOOKS_ERROR_FORK, ECHILD, "arena '%s': its %s provider was made before the fork; make one in this "
+                       "process", s->rails.name, s->provider->ops.name);
+    return 0;
+}
+
+int jh_check_pieces(const jh_space *s) {
+    size_t alignment, piece = jh_heap_piece(&alignment), n = s->provider->regions;
+    if (!n || piece == JH_PAGE) return 0;
+    for (size_t i = 0; i < n; i++) {
+        uintptr_t base = (uintptr_t)s->provider->region[i].base, end = base + s->provider->region[i].length;
+        uintptr_t at = (base + alignment - 1) & ~(alignment - 1);
+        if (at < end && end - at >= piece) return 0;
+    }
+    return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOSPC, "arena '%s': its %s memory has ranges of at most %zu bytes, and %s takes %zu bytes at a "
+                   "time, on a multiple of %zu; give it a range of %zu bytes at least", s->rails.name, s->provider->ops.name,
+                   s->provider->largest, jemhooks_allocator_version(), piece, alignment, piece + alignment);
 }

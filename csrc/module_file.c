@@ -6,9 +6,19 @@
 #include "error.h"
 
 #include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
+
+const char *jh_file_of(const void *function) {
+    Dl_info found;
+    void *entry = NULL;
+    if (!dladdr1(function, &found, &entry, RTLD_DL_SYMENT)) return NULL;
+    const ElfW(Sym) *symbol = entry;
+    return symbol && symbol->st_shndx == SHN_UNDEF ? NULL : found.dli_fname;
+}
 
 static int module_path(char *path, size_t size, const char *what, const char *kind) {
     int n;

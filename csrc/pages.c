@@ -54,7 +54,7 @@ int jh_pages_init(jh_pages *p, jemhooks_provider *provider, void *tenant, const 
     p->base = mapping->base;
     p->count = mapping->length / JH_PAGE;
     set_committed(p, 0);
-    p->own = 0;
+    p->own = p->blocks = 0;
     p->committed_bits = p->inline_bits;
     memset(p->inline_bits, 0, sizeof p->inline_bits);
     if (words > 1) {
@@ -158,7 +158,7 @@ static bool given_back(const jh_pages *p, size_t a, size_t b) {
 
 void jh_pages_give_back(jh_pages *p, size_t first, size_t n) {
     if (!p->provider->ops.give_back) return;
-    if (!p->committed) {
+    if (!jh_pages_busy(p)) {
         for (size_t a = 0, b; (a = seek(p->own_bits, a, p->count, false)) < p->count; a = b) {
             b = seek(p->own_bits, a, p->count, true);
             if (given_back(p, a, b)) change(p->stale_bits, a, b, false);

@@ -2,6 +2,7 @@
 #ifndef JH_PAGES_H
 #define JH_PAGES_H
 
+#include "pagemap.h"
 #include "provider/provider.h"
 
 #include <pthread.h>
@@ -17,6 +18,7 @@ typedef struct jh_pages {
     size_t count;         /* pages of 4 KiB                                           */
     size_t committed;     /* how many pages are committed and not own; may be read unlocked, atomically */
     size_t own;           /* how many are own                                           */
+    size_t blocks;        /* bytes of the blocks in own pages, of an allocator that does not tell their pages; read as committed */
     uint64_t *committed_bits; /* jemalloc holds the page: in use, dirty or muzzy          */
     uint64_t *own_bits;       /* of these: jemalloc 4 keeps records of its own in the page, so no block lies there */
     uint64_t *stale_bits;     /* the page may hold old bytes                               */
@@ -51,8 +53,9 @@ void jh_pages_mark_uncommitted(jh_pages *p);
  * committed (pinning or a huge page may have populated pages never used). What did not go stays stale. */
 void jh_pages_give_back(jh_pages *p, size_t first, size_t n);
 
-static inline size_t jh_pages_committed(const jh_pages *p) {
-    return __atomic_load_n(&p->committed, __ATOMIC_RELAXED);
+/* Bytes that keep the region busy. May be called unlocked. */
+static inline size_t jh_pages_busy(const jh_pages *p) {
+    return __atomic_load_n(&p->committed, __ATOMIC_RELAXED) * JH_PAGE + __atomic_load_n(&p->blocks, __ATOMIC_RELAXED);
 }
 
 #endif

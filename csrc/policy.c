@@ -25,7 +25,7 @@ static bool unleased(const jh_registration *r) {
 
 static uint64_t age_if_idle(const jh_pin *pin) {
     const jh_registration *r = registration_of(pin);
-    return unleased(r) && !jh_pages_committed(&r->pages) ? pin->unused_since : 0;
+    return unleased(r) && !jh_pages_busy(&r->pages) ? pin->unused_since : 0;
 }
 
 static uint64_t age_if_unleased(const jh_pin *pin) {

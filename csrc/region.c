@@ -189,6 +189,13 @@ size_t jh_stranded_bytes(void) {
 
 /* ---- for hooks ------------------------------------------------------------------------------------------------- */
 
+/* An idle region is to be busy. pages.lock held. */
+static void taken_up(jh_registration *g) {
+    if (jh_pages_busy(&g->pages) || jh_state(g->hot) != JEMHOOKS_REGISTERED) return;
+    bool prepared = atomic_fetch_and(&g->pin.unused_since, ~JH_UNUSED_YET) & JH_UNUSED_YET;
+    if (!prepared) atomic_fetch_add(&g->rails->hits, 1);
+}
+
 static bool commit(jh_region *r, void *address, size_t length, bool own) {
     jh_registration *g = &r->registration;
     size_t first = (size_t)((char *)address - g->pages.base) / JH_PAGE, n = length / JH_PAGE;
@@ -200,10 +207,7 @@ static bool commit(jh_region *r, void *address, size_t length, bool own) {
         atomic_store(&r->space->starved, true);
         return false;
     }
-    if (!own && !g->pages.committed && jh_state(g->hot) == JEMHOOKS_REGISTERED) {
-        bool prepared = atomic_fetch_and(&g->pin.unused_since, ~JH_UNUSED_YET) & JH_UNUSED_YET;
-        if (!prepared) atomic_fetch_add(&g->rails->hits, 1);
-    }
+    if (!own) taken_up(g);
     if (atomic_load(&r->space->seeding)) jh_pages_hold(&g->pages, first, n, true);
     else jh_pages_commit(&g->pages, first, n);
     if (own) jh_pages_own(&g->pages, first, n);
@@ -237,7 +241,23 @@ void jh_region_decommit(jh_region *r, void *address, size_t length) {
     if (state == JEMHOOKS_MAPPED || JH_FAULT(decommit_drops) ||
         (state == JEMHOOKS_REGISTERING && JH_FAULT(decommit_drops_registering)))
         jh_pages_give_back(p, first, n);
-    else if (!p->committed)
+    else if (!jh_pages_busy(p))
         jh_unused(&r->registration);
+    pthread_mutex_unlock(&p->lock);
+}
+
+void jh_region_enter(jh_region *r, size_t bytes) {
+    jh_pages *p = &r->registration.pages;
+    pthread_mutex_lock(&p->lock);
+    taken_up(&r->registration);
+    __atomic_store_n(&p->blocks, p->blocks + bytes, __ATOMIC_RELAXED);
+    pthread_mutex_unlock(&p->lock);
+}
+
+void jh_region_leave(jh_region *r, size_t bytes) {
+    jh_pages *p = &r->registration.pages;
+    pthread_mutex_lock(&p->lock);
+    __atomic_store_n(&p->blocks, p->blocks - bytes, __ATOMIC_RELAXED);
+    if (!jh_pages_busy(p) && jh_state(r->registration.hot) != JEMHOOKS_MAPPED) jh_unused(&r->registration);
     pthread_mutex_unlock(&p->lock);
 }

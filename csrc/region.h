@@ -33,5 +33,8 @@ void jh_region_own(jh_region *r, void *address, size_t length);
 /* Are all of these pages committed? */
 bool jh_region_is_committed(jh_region *r, const void *address, size_t length);
 void jh_region_decommit(jh_region *r, void *address, size_t length);
+/* Of an allocator that commits all of its pages as its own: a block of so many bytes in the region begins to live, or has ended. */
+void jh_region_enter(jh_region *r, size_t bytes);
+void jh_region_leave(jh_region *r, size_t bytes);
 
 #endif

@@ -186,12 +186,12 @@ int jh_claim_to_register(jh_registration *r) {
 bool jh_claim_to_deregister(jh_registration *r, enum jh_despite despite) {
     bool mine = false;
     if (JH_FAULT(idle_unlocked)) { /* decide before locking, as the contract forbids */
-        if (jh_state(r->hot) != JEMHOOKS_REGISTERED || jh_pages_committed(&r->pages)) return false;
+        if (jh_state(r->hot) != JEMHOOKS_REGISTERED || jh_pages_busy(&r->pages)) return false;
         JH_PAUSE(idle);
         despite = JH_DESPITE_BLOCKS;
     }
     pthread_mutex_lock(&r->pages.lock);
-    if (jh_state(r->hot) == JEMHOOKS_REGISTERED && (despite != JH_IF_IDLE || !r->pages.committed)) {
+    if (jh_state(r->hot) == JEMHOOKS_REGISTERED && (despite != JH_IF_IDLE || !jh_pages_busy(&r->pages))) {
         uint64_t unleased = JEMHOOKS_REGISTERED;
         mine = despite == JH_DESPITE_LEASES ||
                __atomic_compare_exchange_n(&r->hot->word, &unleased, JEMHOOKS_DEREGISTERING, false, __ATOMIC_ACQ_REL,

@@ -109,9 +109,9 @@ jh_region *jh_space_region_at(const jh_space *s, const void *address) {
 }
 
 size_t jh_space_committed(const jh_space *s) {
-    size_t pages = 0;
-    for (jh_region *r = atomic_load(&s->regions); r; r = r->next) pages += jh_pages_committed(&r->registration.pages);
-    return pages * JH_PAGE;
+    size_t bytes = 0;
+    for (jh_region *r = atomic_load(&s->regions); r; r = r->next) bytes += jh_pages_busy(&r->registration.pages);
+    return bytes;
 }
 
 size_t jh_space_largest_gap(jh_space *s) {

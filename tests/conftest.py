@@ -35,7 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     expected = EXPECTED[jh.build_config()["allocator"]]
     for item in items:
-        reason = expected.get(f"{item.path.name}::{item.name}")
+        name = f"{item.path.name}::{item.name}"
+        reason = expected.get(name, expected.get(name.partition("[")[0]))
         if reason:
             item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 

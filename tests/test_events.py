@@ -22,7 +22,7 @@ def test_a_life_in_order(null: jh.Null) -> None:
     with jh.Events(kinds=EventKind(31)) as events:
         with jh.Arena(null, name="told", dirty_decay_ms=0, muzzy_decay_ms=0) as arena:
             block = arena.block("64KiB")
-            base = int(arena.regions()["base"][0])
+            base = jh.region(block).base
             jh.key(block)
             del block
             arena.trim()

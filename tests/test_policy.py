@@ -250,14 +250,16 @@ class Policy(RuleBasedStateMachine):
         self.events.close()
 
 
-@pytest.mark.parametrize("part", range(10 if SOAK else 1))
+@pytest.mark.parametrize("part", range(100 if SOAK else 1))
 def test_policy(part: int) -> None:
-    """20,000 steps; a million in the soak, in ten parts of 100,000."""
+    """20,000 steps; a million in the soak, in 100 parts: what hypothesis remembers slows down forks and collections."""
+    gc.freeze()  # what is there already was half the time of the collections below
     run_state_machine_as_test(
         Policy,
         settings=settings(
-            max_examples=1000 if SOAK else 200, stateful_step_count=100, deadline=None, derandomize=not SOAK,
+            max_examples=100 if SOAK else 200, stateful_step_count=100, deadline=None, derandomize=not SOAK,
             suppress_health_check=list(HealthCheck),
             phases=[Phase.generate, Phase.shrink] if SOAK else [Phase.generate],
         ),
     )  # fmt: skip
+    gc.unfreeze()

@@ -332,7 +332,7 @@ def test_access_by_name(flags: set[jh.Access], random: Any) -> None:
 def regions() -> Any:
     with jh.Null() as null, jh.Arena(null, region_max="2MiB") as arena:
         kept = [arena.block("1MiB") for _ in range(20)]
-        odd = np.zeros(MiB, "u1")
+        odd = np.zeros(8 * MiB, "u1")
         with jh.Arena(null, provider=jh.Fixed(odd[777:-555])) as fixed:
             kept.append(fixed.block(5000))
             table = np.concatenate([arena.regions(), fixed.regions()])

@@ -413,7 +413,7 @@ def test_deregister_raises() -> None:
 def test_one_registrar_in_many_arenas_at_the_same_address() -> None:
     """An arena within another's block may begin where the outer region begins; each has its own registration."""
     registrar = Recorder()
-    memory = np.zeros(8 << 20, "u1")
+    memory = np.zeros(64 << 20, "u1")
     with jh.Arena(registrar, provider=jh.Fixed(memory), name="outer") as outer:
         jh.key(outer.block(8))
         with jh.Arena([registrar, registrar], name="twin rails") as twins:
@@ -424,11 +424,11 @@ def test_one_registrar_in_many_arenas_at_the_same_address() -> None:
             assert len(registrar.live) == 3
             del a
         assert len(registrar.live) == 1, "both were ended"
-        home = outer.block(4 << 20, alignment=4096)  # a live block, wherein other arenas may lie
+        home = outer.block(16 << 20, alignment=4096)  # a live block, wherein other arenas may lie
         base = home.address
-        with jh.Arena(registrar, provider=jh.Fixed(base, 1 << 20), policy="none", name="inner"):
+        with jh.Arena(registrar, provider=jh.Fixed(base, 6 << 20), policy="none", name="inner"):
             pass
-        inner = jh.Arena(registrar, provider=jh.Fixed(base + (2 << 20), 1 << 20), name="inner")
+        inner = jh.Arena(registrar, provider=jh.Fixed(base + (8 << 20), 6 << 20), name="inner")
         jh.key(inner.block(8))
         assert len(registrar.live) == 2
         inner.close()

@@ -8,6 +8,8 @@ typedef struct jh_heap jh_heap;
 
 /* Loads the allocator once, and checks that it can serve the space. 0 or an error, recorded. */
 int jh_heap_prepare(jh_space *space);
+/* Bytes, and their alignment, of the least that the prepared allocator takes out of a space at a time. */
+size_t jh_heap_piece(size_t *alignment);
 int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **heap);
 /* Ends all thread caches, then the heap, if no block lives: afterwards no hook runs any more. -EBUSY: blocks live, or
  * threads are bound to it; -EIO: it can neither be used nor destroyed. Both recorded. */

@@ -22,6 +22,10 @@ int jh_heap_prepare(jh_space *space) {
     return 0;
 }
 
+size_t jh_heap_piece(size_t *alignment) {
+    return *alignment = JH_PAGE;
+}
+
 int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **heap) {
     jh_heap *h = calloc(1, sizeof *h);
     (void)config;

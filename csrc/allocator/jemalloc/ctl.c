@@ -3,10 +3,8 @@
  * Concurrency: everything is read once, under pthread_once, and constant afterwards.                                */
 #include "jemalloc.h"
 #include "../../error.h"
+#include "../../module_file.h"
 
-#include <dlfcn.h>
-#include <elf.h>
-#include <link.h>
 #include <string.h>
 
 #define MIB_DEPTH 7
@@ -87,19 +85,10 @@ static void load_chunks(void) {
     je_mallctlbymib(mib, depth, &jh_jemalloc.largest_run, &size, NULL, 0);
 }
 
-/* The file that a function is in; NULL: not known, or it is an entry that the program has for another file's function. */
-static const char *file_of(void *function) {
-    Dl_info found;
-    void *entry = NULL;
-    if (!dladdr1(function, &found, &entry, RTLD_DL_SYMENT)) return NULL;
-    const ElfW(Sym) *symbol = entry;
-    return symbol && symbol->st_shndx == SHN_UNDEF ? NULL : found.dli_fname;
-}
-
 /* With two jemallocs in a process, all that is called must be of one: its pointers mean nothing to the other. */
 static void find_files(void) {
     for (size_t i = 0; i < sizeof called / sizeof *called && !from.other; i++) {
-        const char *file = file_of(called[i].function);
+        const char *file = jh_file_of(called[i].function);
         if (!file) continue;
         if (!from.file) from.file = file, from.first = i;
         else if (strcmp(file, from.file)) from.other = file, from.odd = i;

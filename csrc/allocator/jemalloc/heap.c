@@ -35,6 +35,10 @@ int jh_heap_prepare(jh_space *space) {
     return 0;
 }
 
+size_t jh_heap_piece(size_t *alignment) {
+    return *alignment = jh_jemalloc.chunk ? jh_jemalloc.chunk : JH_PAGE;
+}
+
 /* Destroys the jemalloc arenas. -EBUSY: jemalloc refused the first, and nothing has changed; -EIO: it refused a later one,
  * whose hooks must live on: the heap is then not freed. */
 static int end_shards(jh_heap *heap) {
