@@ -186,7 +186,9 @@ static void *refused(const char *call, jemhooks_arena *a, size_t size) {
     if (piece > JH_PAGE)
         snprintf(by_pieces, sizeof by_pieces, "; %s takes %zu bytes at a time", jemhooks_allocator_version(), piece);
     int err = atomic_load(&s->map_error);
-    if (err == E2BIG)
+    if (jh_heap_refusal())
+        jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: %zu bytes from arena '%s': %s", call, size, a->name, jh_heap_refusal());
+    else if (err == E2BIG)
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: %zu bytes from arena '%s' cannot lie in one registration: its registrars take "
                 "at most %zu bytes, the allocator's rounding included", call, size, a->name, s->region_limit);
     else if (s->provider->regions)

@@ -219,11 +219,31 @@ def test_static_jemalloc_that_is_not_position_independent(tmp_path: Path) -> Non
     assert "libjemalloc_pic.a" in said, "the remedy"
 
 
-def test_direct_needs_no_jemalloc(tmp_path: Path) -> None:
-    said = configure(tmp_path / "b", "-DJEMHOOKS_ALLOCATOR=direct", PKG_CONFIG_LIBDIR=str(tmp_path), PKG_CONFIG_PATH="")
-    assert "allocator=direct" in said
+@pytest.mark.parametrize("allocator", ["direct", "tbbmalloc", "mimalloc"])
+def test_others_need_no_jemalloc(tmp_path: Path, allocator: str) -> None:
+    none = {"PKG_CONFIG_LIBDIR": str(tmp_path), "PKG_CONFIG_PATH": ""}
+    chosen = f"-DJEMHOOKS_ALLOCATOR={allocator}", f"-DCMAKE_INSTALL_PREFIX={tmp_path / 'p'}"
+    said = configure(tmp_path / "b", *chosen, **none)
+    assert f"allocator={allocator}" in said
     call("cmake", "--build", tmp_path / "b")
-    call("cmake", "--install", tmp_path / "b", "--prefix", tmp_path / "p")
+    call("cmake", "--install", tmp_path / "b")
     pc = {"PKG_CONFIG_LIBDIR": str(tmp_path / "p" / "lib" / "pkgconfig"), "PKG_CONFIG_PATH": ""}
     hello = compiled(tmp_path, *call("pkg-config", "--cflags", "--libs", "jemhooks", **pc).split())
-    assert "over direct" in call(hello)
+    assert f"over {allocator}" in call(hello)
+    if allocator == "mimalloc":
+        threads = tmp_path / "threads"
+        flags = call("pkg-config", "--cflags", "--libs", "jemhooks", **pc).split()
+        call("gcc", ROOT / "tests" / "c" / "threads.c", "-o", threads, *flags)
+        call(threads)
+    flags = call("pkg-config", "--cflags", "--libs", "--static", "jemhooks", **pc).split()
+    hello = compiled(tmp_path, *("-l:libjemhooks.a" if flag == "-ljemhooks" else flag for flag in flags))
+    assert f"over {allocator}" in call(hello), "its own libraries are among those of the static one"
+
+
+@pytest.mark.parametrize(("allocator", "package"), [("tbbmalloc", "libtbb-dev"), ("mimalloc", "libmimalloc-dev")])
+def test_another_allocator_is_not_there(tmp_path: Path, allocator: str, package: str) -> None:
+    home = Path(call("gcc", f"-print-file-name=lib{allocator}.so").strip()).parent.resolve()
+    nowhere = f"-DCMAKE_IGNORE_PATH={home};/lib/{home.name}"
+    none = {"PKG_CONFIG_LIBDIR": str(tmp_path), "PKG_CONFIG_PATH": ""}
+    said = configure(tmp_path / "b", f"-DJEMHOOKS_ALLOCATOR={allocator}", nowhere, ok=False, **none)
+    assert package in said, said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import traceback
 from typing import Any
 
 import pytest
@@ -250,16 +251,32 @@ class Policy(RuleBasedStateMachine):
         self.events.close()
 
 
-@pytest.mark.parametrize("part", range(100 if SOAK else 1))
-def test_policy(part: int) -> None:
-    """20,000 steps; a million in the soak, in 100 parts: what hypothesis remembers slows down forks and collections."""
-    gc.freeze()  # what is there already was half the time of the collections below
+def steps(examples: int) -> None:
+    """A hundred for each example."""
     run_state_machine_as_test(
         Policy,
         settings=settings(
-            max_examples=100 if SOAK else 200, stateful_step_count=100, deadline=None, derandomize=not SOAK,
+            max_examples=examples, stateful_step_count=100, deadline=None, derandomize=not SOAK,
             suppress_health_check=list(HealthCheck),
             phases=[Phase.generate, Phase.shrink] if SOAK else [Phase.generate],
         ),
     )  # fmt: skip
-    gc.unfreeze()
+
+
+@pytest.mark.parametrize("part", range(100 if SOAK else 1))
+def test_policy(part: int) -> None:
+    """20,000 steps; a million in the soak, in 100 parts, each in a process of its own: what hypothesis remembers, and what
+    jemalloc keeps of each arena that was, slows down forks and collections."""
+    if not SOAK:
+        steps(200)
+        return
+    pid = os.fork()
+    if not pid:
+        try:
+            gc.freeze()  # what is there already would be half the time of each collection
+            steps(100)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, "see what it said"

@@ -16,6 +16,8 @@ int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **hea
 int jh_heap_destroy(jh_heap *heap);
 /* alignment: a power of two. *region is that of the block. NULL, not recorded. */
 void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jemhooks_region **region);
+/* Why the calling thread's last allocation was refused, if the allocator would have it so; else NULL. */
+const char *jh_heap_refusal(void);
 /* Grows or shrinks the block in place to `size` bytes, if that can be done. */
 bool jh_heap_resize(jh_heap *heap, void *p, size_t size);
 void jh_heap_free(jh_heap *heap, void *p);

@@ -125,6 +125,10 @@ static bool extend(jh_heap *heap, jemhooks_mapping *m, size_t more) {
     return can;
 }
 
+const char *jh_heap_refusal(void) {
+    return NULL;
+}
+
 bool jh_heap_resize(jh_heap *heap, void *p, size_t size) {
     size_t length = (size + JH_PAGE - 1) & ~(JH_PAGE - 1);
     jemhooks_mapping m = {0};

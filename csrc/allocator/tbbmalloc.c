@@ -119,6 +119,10 @@ void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jem
     return p;
 }
 
+const char *jh_heap_refusal(void) {
+    return NULL;
+}
+
 bool jh_heap_resize(jh_heap *heap, void *p, size_t size) {
     size_t now = pool_msize(heap->pool, p);
     return size <= now && size > now / 2;

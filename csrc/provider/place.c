@@ -11,8 +11,22 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+_Thread_local void *jh_place_at;
+
 static size_t rounded(size_t n, size_t unit) {
     return (n + unit - 1) / unit * unit;
+}
+
+/* Address space of that length with room to align it, or without where it was asked for. *span: its length. NULL: none. */
+static char *reserve(size_t length, size_t alignment, size_t *span) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    if (jh_place_at && !((uintptr_t)jh_place_at % alignment)) {
+        char *there = mmap(jh_place_at, *span = length, PROT_NONE, flags | MAP_FIXED_NOREPLACE, -1, 0);
+        if (there == jh_place_at) return there;
+        if (there != MAP_FAILED) munmap(there, length); /* before Linux 4.17 an address is a wish */
+    }
+    char *room = mmap(NULL, *span = length + alignment, PROT_NONE, flags, -1, 0);
+    return room == MAP_FAILED ? NULL : room;
 }
 
 void *jh_place(size_t length, size_t alignment, int flags, int fd, uint64_t offset) {
@@ -25,18 +39,19 @@ void *jh_place(size_t length, size_t alignment, int flags, int fd, uint64_t offs
     if (JH_FAULT(alignment_small)) alignment = 2 * JH_PAGE;
     /* Reserve with room to align, then put the real mapping on the aligned part: a hugetlb mapping cannot be trimmed
      * below its page, and one that fails must fail here, not at the first touch. */
-    char *room = mmap(NULL, span + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (room == MAP_FAILED) return NULL;
+    size_t reserved;
+    char *room = reserve(span, alignment, &reserved);
+    if (!room) return NULL;
     char *base = (char *)rounded((uintptr_t)room, alignment);
     if (JH_FAULT(alignment_small) && !((uintptr_t)base % JH_SLOT)) base += JH_PAGE;
     if (mmap(base, length, PROT_READ | PROT_WRITE, flags | MAP_FIXED, fd, (off_t)offset) == MAP_FAILED) {
         int err = errno;
-        munmap(room, span + alignment);
+        munmap(room, reserved);
         errno = err;
         return NULL;
     }
     if (base > room) munmap(room, (size_t)(base - room));
-    munmap(base + span, (size_t)(room + alignment - base));
+    if (room + reserved > base + span) munmap(base + span, (size_t)(room + reserved - base) - span);
     return base;
 }
 

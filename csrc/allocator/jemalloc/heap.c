@@ -219,6 +219,10 @@ void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jem
     return p;
 }
 
+const char *jh_heap_refusal(void) {
+    return NULL;
+}
+
 bool jh_heap_resize(jh_heap *heap, void *p, size_t size) {
     size_t now = je_sallocx(p, 0), want = je_nallocx(size, 0);
     if (want == now) return true;

@@ -1,0 +1,27 @@
+# mimalloc 2.0.9 or later, or 3, the system's; Debian's has no pkg-config file.
+find_path(mimalloc_include mimalloc.h NO_CACHE PATH_SUFFIXES mimalloc-2.0 mimalloc-2.1 mimalloc-3.0)
+find_library(mimalloc mimalloc NO_CACHE)
+if(NOT mimalloc OR NOT mimalloc_include)
+  message(FATAL_ERROR "JEMHOOKS_ALLOCATOR=mimalloc needs libmimalloc with its header, which is not found. Install libmimalloc-dev (Debian, "
+                      "Ubuntu), mimalloc-devel (Fedora) or mimalloc (Homebrew), or set CMAKE_PREFIX_PATH.")
+endif()
+set(allocator_sources allocator/mimalloc.c)
+get_filename_component(allocator_libdir ${mimalloc} DIRECTORY)
+set(allocator_include_dirs ${mimalloc_include})
+set(allocator_libraries ${mimalloc})
+set(allocator_libs "-L${allocator_libdir} -lmimalloc")
+set(allocator_rpath)
+if(NOT allocator_libdir IN_LIST CMAKE_C_IMPLICIT_LINK_DIRECTORIES)
+  set(allocator_rpath ${allocator_libdir})
+endif()
+set(allocator_found "mimalloc in ${allocator_libdir}")
+set(link_test ${CMAKE_CURRENT_BINARY_DIR}/mimalloc_link.c)
+file(WRITE ${link_test} "#include <mimalloc.h>\nmi_heap_t *jh_test(void) { mi_arena_id_t id; return mi_manage_os_memory_ex(0, 0, true, false, true, -1, "
+     "true, &id) ? mi_heap_new_in_arena(id) : 0; }\n")
+try_compile(mimalloc_links ${CMAKE_CURRENT_BINARY_DIR}/mimalloc_link ${link_test} OUTPUT_VARIABLE why
+            CMAKE_FLAGS "-DINCLUDE_DIRECTORIES=${mimalloc_include}"
+            COMPILE_DEFINITIONS -fPIC LINK_OPTIONS -shared -Wl,-z,defs LINK_LIBRARIES ${mimalloc} -lpthread)
+if(NOT mimalloc_links)
+  message(FATAL_ERROR "jemhooks: a shared library cannot be linked with heaps in arenas of ${mimalloc}, by the header in "
+                      "${mimalloc_include}; it must be a shared library of mimalloc 2.0.9 or later. What the compiler said:\n${why}")
+endif()
