@@ -9,7 +9,7 @@ import traceback
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -265,8 +265,8 @@ def steps(examples: int) -> None:
 
 @pytest.mark.parametrize("part", range(100 if SOAK else 1))
 def test_policy(part: int) -> None:
-    """20,000 steps; a million in the soak, in 100 parts, each in a process of its own: what hypothesis remembers, and what
-    jemalloc keeps of each arena that was, slows down forks and collections."""
+    """20,000 steps; a million in the soak, in 100 parts, each in a process of its own: what hypothesis remembers, and
+    what jemalloc keeps of each arena that was, slows down forks and collections."""
     if not SOAK:
         steps(200)
         return
@@ -274,6 +274,7 @@ def test_policy(part: int) -> None:
     if not pid:
         try:
             gc.freeze()  # what is there already would be half the time of each collection
+            seed(os.getpid())(Policy)  # else all parts would be the same
             steps(100)
         except BaseException:
             traceback.print_exc()
