@@ -1,11 +1,11 @@
-/* mimalloc.c - a heap is a number of mimalloc heaps, each in a mimalloc arena of its own over memory carved from the space.
+/* mimalloc.c - a heap is a number of heaps of mimalloc 2, each in a mimalloc arena of its own over memory carved from the space.
  * - mimalloc takes memory in pieces of 32 MiB and keeps its records in them, so all of it is committed as the allocator's own: only
  *   the blocks that live in a region keep it busy. Memory is never given up before the heap ends. The host must be able to touch it,
  *   and a peer that writes outside of the blocks it was given breaks the heap.
  * - A mimalloc heap serves one thread, the one that makes the arena. Any thread may free.
- * - mimalloc 2 never forgets memory that it was given: a range stays in a table when its region goes, for memory that comes to the same
- *   address; the provider is asked to map there. 64 ranges are all there can be in a process. mimalloc 3 does forget.
- * - mimalloc 2 takes memory that it was never given before for zero, whatever it is told.
+ * - mimalloc never forgets memory that it was given: a range stays in a table when its region goes, for memory that comes to the
+ *   same address; the provider is asked to map there. 64 ranges are all there can be in a process.
+ * - It takes memory that it was never given before for zero, whatever it is told.
  * Concurrency: the owner allocates, purges and destroys; any thread frees. `lock` guards the table, is held for moments. */
 #include "allocator.h"
 #include "../error.h"
@@ -18,8 +18,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define PIECE ((size_t)32 << 20) /* MI_SEGMENT_SIZE of version 2, and MI_ARENA_MIN_SIZE of version 3 */
-enum { MOST = 64, NATURAL = 8 }; /* MI_MAX_ARENAS of version 2; blocks are aligned so if nothing is said */
+#define PIECE ((size_t)32 << 20) /* its MI_SEGMENT_SIZE */
+enum { MOST = 64, NATURAL = 8 }; /* its MI_MAX_ARENAS; blocks are aligned so if nothing is said */
 
 typedef struct range {
     void *base;
@@ -129,7 +129,7 @@ static range *enter(void *base, size_t length) {
         if (!ranges[i].used && ranges[i].base == base && ranges[i].length == length) r = &ranges[i];
     if (!r && range_count < MOST) {
         range new = {base, length, 0, false};
-        if (mi_manage_os_memory_ex(base, length, true, MI_MALLOC_VERSION >= 300, true, -1, true, &new.id)) {
+        if (mi_manage_os_memory_ex(base, length, true, false, true, -1, true, &new.id)) {
             r = &ranges[range_count++];
             *r = new;
         }
@@ -142,10 +142,6 @@ static range *enter(void *base, size_t length) {
 static void leave(range *r) {
     pthread_mutex_lock(&lock);
     r->used = false;
-#if MI_MALLOC_VERSION >= 300
-    mi_arena_unload(r->id, NULL, NULL, NULL);
-    *r = ranges[--range_count];
-#endif
     pthread_mutex_unlock(&lock);
 }
 
@@ -166,7 +162,7 @@ static bool grow(jh_heap *heap, size_t length) {
         heap->part[heap->parts++] = part;
         return true;
     }
-    why = "mimalloc knows 64 ranges of memory already, and forgets none; use fewer arenas, or a larger region_max";
+    why = "mimalloc has 64 ranges of memory, the most that it can have (it forgets none); use fewer arenas, or a larger region_max";
     jh_region_decommit(region_of(heap, p), p, length);
     jh_space_uncarve(heap->space, p, length);
     return false;
@@ -179,12 +175,12 @@ static void *allocate(const jh_heap *heap, unsigned part, size_t size, size_t al
     return alignment > NATURAL ? mi_heap_malloc_aligned(h, size, alignment) : mi_heap_malloc(h, size);
 }
 
-/* How much to grow by for such a block: ranges are few, so they double. */
-static size_t growth(const jh_heap *heap, size_t size, size_t alignment) {
+/* Grows by what such a block needs, or by more: ranges are few, so they double. */
+static bool grow_for(jh_heap *heap, size_t size, size_t alignment) {
     size_t records = (size_t)1 << 20, need = (size + alignment + records + PIECE - 1) / PIECE * PIECE;
     size_t most = heap->space->region_max / PIECE * PIECE, length = PIECE << (heap->parts / 2 < 5 ? heap->parts / 2 : 5);
     if (length > most) length = most;
-    return length > need ? length : need;
+    return (length > need && grow(heap, length)) || grow(heap, need);
 }
 
 static void *find(jh_heap *heap, size_t size, size_t alignment) {
@@ -201,7 +197,7 @@ static void *find(jh_heap *heap, size_t size, size_t alignment) {
         if (p) return p;
     }
     if (size > PTRDIFF_MAX / 2 || heap->parts == MOST) return NULL;
-    if (!grow(heap, growth(heap, size, alignment)) && !grow(heap, growth(heap, size, alignment) / 2)) return NULL;
+    if (!grow_for(heap, size, alignment)) return NULL;
     return allocate(heap, heap->parts - 1, size, alignment);
 }
 

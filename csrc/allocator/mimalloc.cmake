@@ -1,9 +1,16 @@
-# mimalloc 2.0.9 or later, or 3, the system's; Debian's has no pkg-config file.
-find_path(mimalloc_include mimalloc.h NO_CACHE PATH_SUFFIXES mimalloc-2.0 mimalloc-2.1 mimalloc-3.0)
+# mimalloc 2, the system's; Debian's has no pkg-config file.
+find_path(mimalloc_include mimalloc.h NO_CACHE PATH_SUFFIXES mimalloc-2.0 mimalloc-2.1)
 find_library(mimalloc mimalloc NO_CACHE)
 if(NOT mimalloc OR NOT mimalloc_include)
   message(FATAL_ERROR "JEMHOOKS_ALLOCATOR=mimalloc needs libmimalloc with its header, which is not found. Install libmimalloc-dev (Debian, "
                       "Ubuntu), mimalloc-devel (Fedora) or mimalloc (Homebrew), or set CMAKE_PREFIX_PATH.")
+endif()
+file(STRINGS ${mimalloc_include}/mimalloc.h version REGEX "^#define MI_MALLOC_VERSION ")
+string(REGEX MATCH "[0-9]+" version "${version}")
+if(version LESS 209 OR NOT version LESS 300)
+  message(FATAL_ERROR "JEMHOOKS_ALLOCATOR=mimalloc needs mimalloc 2.0.9 or later, but not version 3, which has no block of 32 MiB or more, "
+                      "and none aligned to more than 64 KiB, in memory that it is given; ${mimalloc_include}/mimalloc.h is of version "
+                      "${version}. Install mimalloc 2 (Debian 12's libmimalloc-dev), or take tbbmalloc.")
 endif()
 set(allocator_sources allocator/mimalloc.c)
 get_filename_component(allocator_libdir ${mimalloc} DIRECTORY)
@@ -23,5 +30,5 @@ try_compile(mimalloc_links ${CMAKE_CURRENT_BINARY_DIR}/mimalloc_link ${link_test
             COMPILE_DEFINITIONS -fPIC LINK_OPTIONS -shared -Wl,-z,defs LINK_LIBRARIES ${mimalloc} -lpthread)
 if(NOT mimalloc_links)
   message(FATAL_ERROR "jemhooks: a shared library cannot be linked with heaps in arenas of ${mimalloc}, by the header in "
-                      "${mimalloc_include}; it must be a shared library of mimalloc 2.0.9 or later. What the compiler said:\n${why}")
+                      "${mimalloc_include}; it must be a shared library of that mimalloc. What the compiler said:\n${why}")
 endif()
