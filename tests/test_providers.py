@@ -212,6 +212,19 @@ def test_one_arena_at_a_time() -> None:
     jh.Arena(provider=provider).close()
 
 
+def test_fixed_memory_smaller_than_what_the_allocator_takes_at_a_time() -> None:
+    """Of those that take single pages, none is; the others say so before anything is allocated."""
+    memory = np.zeros(100_000, "u1")
+    if jh.build_config()["allocator"] not in ("tbbmalloc", "mimalloc"):
+        with jh.Arena(policy="none", provider=jh.Fixed(memory)) as arena:
+            assert arena.zeros(100).sum() == 0
+        return
+    with pytest.raises(
+        jh.ConfigError, match=r"at most \d+ bytes, and .* takes \d+ bytes at a time.*; give it a range of"
+    ):
+        jh.Arena(policy="none", provider=jh.Fixed(memory))
+
+
 def test_several_ranges_are_a_region_each(null: jh.Null) -> None:
     memory = np.full(64 * 16 * 4096, 0xEE, "u1")  # 64 KiB each, every second one given
     start = -(-memory.__array_interface__["data"][0] // 4096) * 4096
