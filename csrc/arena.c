@@ -50,7 +50,7 @@ static void arena_free(jemhooks_arena *a) {
 static int arena_open(jemhooks_arena *a, jemhooks_config *c) {
     jh_space *s = &a->space;
     int rc = jh_check_own(s);
-    if (rc || (rc = jh_space_fit(s)) || (rc = jh_heap_prepare(s))) return rc;
+    if (rc || (rc = jh_heap_prepare(s)) || (rc = jh_space_fit(s))) return rc;
     if ((rc = jh_pagemap_reserve()))
         return jh_fail(JEMHOOKS_ERROR_MEMORY, -rc, "arena '%s': cannot reserve 1 GiB of address space for the page map: %s; raise "
                        "the limit on %s", a->name, strerror(-rc), rc == -EAGAIN ? "locked memory (ulimit -l), or use mlockall() "

@@ -70,10 +70,18 @@ int jh_config_check(const char *name, const jemhooks_config *c) {
     return 0;
 }
 
+/* Bytes that a region has at least, if it may be as small as `length`. */
+static size_t least_region(const jh_space *s, size_t length) {
+    size_t page = s->provider->page, alignment, piece = jh_heap_piece(&alignment);
+    if (s->provider->regions) return s->provider->largest;
+    if (length < piece) length = piece;
+    return (length + page - 1) / page * page;
+}
+
 /* No region may take up more than an eighth of a budget, lest there be none to evict. 0 or an error, recorded. */
 static int fit_budgets(jh_space *s) {
     const jh_account *account = &s->rails.account;
-    size_t page = s->provider->page, least = s->provider->regions ? s->provider->largest : (s->growth + page - 1) / page * page;
+    size_t least = least_region(s, s->growth);
     for (unsigned i = 0; i < account->budgets; i++) {
         jemhooks_budget_info b = {.size = sizeof b};
         jemhooks_budget_get(account->budget[i], &b);
@@ -100,11 +108,11 @@ int jh_space_fit(jh_space *s) {
         jh_budget_suggest(g->budget, limits.pin_limit ? limits.pin_limit : JEMHOOKS_UNLIMITED,
                           limits.max_mr ? limits.max_mr : JEMHOOKS_UNLIMITED);
         size_t most = limits.max_mr_size / s->provider->page * s->provider->page;
-        size_t least = s->provider->regions ? s->provider->largest : s->provider->page;
+        size_t least = least_region(s, 1);
         if (limits.max_mr_size && most < least)
             return jh_fail(JEMHOOKS_ERROR_CONFIG, E2BIG, "arena '%s': registrar %s registers at most %zu bytes at a time, and "
-                           "regions of this %s provider have at least %zu", s->rails.name, g->ops.name, (size_t)limits.max_mr_size,
-                           s->provider->ops.name, least);
+                           "regions of this %s provider have at least %zu with %s", s->rails.name, g->ops.name,
+                           (size_t)limits.max_mr_size, s->provider->ops.name, least, jemhooks_allocator_version());
         if (limits.max_mr_size && most < s->region_limit) s->region_limit = most;
     }
     if (s->region_max > s->region_limit) s->region_max = s->region_limit;

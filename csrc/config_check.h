@@ -10,7 +10,7 @@ int jh_config_check(const char *name, const jemhooks_config *c);
 int jh_check_own(const jh_space *s);
 /* Can the prepared allocator take a piece of fixed memory? 0 or an error, recorded. */
 int jh_check_pieces(const jh_space *s);
-/* Makes regions as large as every registrar takes and its budgets bear: 0 or an error, recorded. */
+/* Makes regions as large as every registrar takes and its budgets bear, once the allocator is prepared: 0 or an error, recorded. */
 int jh_space_fit(jh_space *s);
 
 #endif

@@ -82,14 +82,6 @@ class Resources(NamedTuple):
         shared = maps.count("/memfd:jemhooks:") - maps.count("/memfd:jemhooks:ledger")
         return cls(still_open, shared, kb[0], len(os.listdir("/proc/self/fd")), kb[1])
 
-    def allow_kb(self, kb: int, arenas: int) -> int:
-        """How much may be resident after so many arenas came and went, with kb to spare.
-
-        jemalloc 5.3 keeps the address space of a destroyed arena's own metadata, and each 2 MiB of it cost a page of
-        its radix tree.
-        """
-        return self.resident_kb + kb + 5 * arenas
-
 
 @pytest.fixture
 def resources() -> Callable[[], Resources]:

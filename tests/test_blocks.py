@@ -6,11 +6,15 @@ import gc
 import itertools
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 import jemhooks as jh
+
+if TYPE_CHECKING:
+    from conftest import Python
 
 pytestmark = pytest.mark.null
 
@@ -73,6 +77,32 @@ def test_alignment_of_a_gibibyte() -> None:
         block = arena.block(100, alignment=1 << 30)
         assert block.address % (1 << 30) == 0, "1 GiB is the largest alignment that is promised"
         del block
+
+
+@pytest.mark.parametrize("options", ["", "zero:true", "retain:false", "retain:false,zero:true"])
+def test_zeroes_on_any_alignment(python: Python, options: str) -> None:
+    """jemalloc asks for zeroes on 2 MiB for records of its own, too; such blocks must not be taken for these."""
+    python.check(
+        """
+        import numpy as np
+        import jemhooks as jh
+        with jh.Null() as null, jh.Arena(null, region_max="8MiB") as arena:
+            for turn in range(3):
+                for alignment in (64, 4096, 1 << 20, 2 << 20, 4 << 20):
+                    for size in (1000, 50_000, 2 << 20, 3 << 20, 6 << 20, 12 << 20):
+                        a = arena.zeros(size, "u1", alignment=alignment)
+                        at = a.__array_interface__["data"][0]
+                        assert at % alignment == 0, (at, alignment)
+                        assert jh.key(a).length == size, "it has a key"
+                        assert not a.any(), f"{size} bytes on {alignment} are not zero in turn {turn}"
+                        a[:] = 0xA5
+                        del a
+                if turn == 1:
+                    arena.trim()
+            assert arena.stats().current_count == 0
+        """,
+        variables={"MALLOC_CONF": options},
+    )
 
 
 def test_full_and_array(arena: jh.Arena) -> None:

@@ -7,10 +7,9 @@
  *   same address; the provider is asked to map there. 64 ranges are all there can be in a process.
  * - It takes memory that it was never given before for zero, whatever it is told.
  * Concurrency: the owner allocates, purges and destroys; any thread frees. `lock` guards the table, is held for moments. */
-#include "allocator.h"
+#include "closed.h"
 #include "../error.h"
 #include "../module_file.h"
-#include "../pagemap.h"
 #include "../provider/place.h"
 
 #include <mimalloc.h>
@@ -42,9 +41,8 @@ static pthread_key_t key;
 static _Thread_local owner *me;
 
 struct jh_heap {
-    jh_space *space;
+    jh_closed closed;
     owner *owner;
-    atomic_size_t live; /* bytes of blocks */
     unsigned parts;
     struct part {
         range *range;
@@ -74,13 +72,7 @@ __attribute__((constructor)) static void load(void) {
 }
 
 int jh_heap_prepare(jh_space *space) {
-    if (!space->provider->host_accessible)
-        return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOTSUP, "arena '%s': mimalloc keeps records in the memory that it hands out, and the host "
-                       "cannot touch this; configure jemhooks with -DJEMHOOKS_ALLOCATOR=jemalloc (5) or direct", space->rails.name);
-    if (space->region_limit < PIECE)
-        return jh_fail(JEMHOOKS_ERROR_CONFIG, E2BIG, "arena '%s': mimalloc takes memory in pieces of %zu bytes, and its registrars take "
-                       "at most %zu at a time", space->rails.name, PIECE, space->region_limit);
-    return 0;
+    return jh_closed_check(space, "mimalloc");
 }
 
 size_t jh_heap_piece(size_t *alignment) {
@@ -98,7 +90,7 @@ int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **hea
         free(h);
         return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "arena '%s': no memory for the heap itself", space->rails.name);
     }
-    h->space = space;
+    h->closed.space = space;
     h->owner = me;
     atomic_fetch_add(&me->users, 1);
     *heap = space->heap = h;
@@ -106,10 +98,6 @@ int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **hea
 }
 
 /* ---- ranges -------------------------------------------------------------------------------------------------------- */
-
-static jh_region *region_of(const jh_heap *heap, const void *p) {
-    return jh_space_region_at(heap->space, p);
-}
 
 /* Where a range of that length was, and is no more; NULL: nowhere, that is, anywhere will do. */
 static void *address_of_old(size_t length) {
@@ -147,15 +135,10 @@ static void leave(range *r) {
 
 /* Memory for one more mimalloc heap, of `length` bytes. */
 static bool grow(jh_heap *heap, size_t length) {
-    bool zero = true, commit = false;
     jh_place_at = address_of_old(length);
-    char *p = jh_space_carve(heap->space, length, PIECE, &zero, &commit);
+    void *p = jh_closed_take(&heap->closed, length, PIECE);
     jh_place_at = NULL;
     if (!p) return false;
-    if (!jh_region_commit_own(region_of(heap, p), p, length)) {
-        jh_space_uncarve(heap->space, p, length);
-        return false;
-    }
     struct part part = {.range = enter(p, length)};
     if (part.range && !(part.heap = mi_heap_new_in_arena(part.range->id))) leave(part.range);
     if (part.heap) {
@@ -163,8 +146,7 @@ static bool grow(jh_heap *heap, size_t length) {
         return true;
     }
     why = "mimalloc has 64 ranges of memory, the most that it can have (it forgets none); use fewer arenas, or a larger region_max";
-    jh_region_decommit(region_of(heap, p), p, length);
-    jh_space_uncarve(heap->space, p, length);
+    jh_closed_give_back(&heap->closed, p, length);
     return false;
 }
 
@@ -178,7 +160,7 @@ static void *allocate(const jh_heap *heap, unsigned part, size_t size, size_t al
 /* Grows by what such a block needs, or by more: ranges are few, so they double. */
 static bool grow_for(jh_heap *heap, size_t size, size_t alignment) {
     size_t records = (size_t)1 << 20, need = (size + alignment + records + PIECE - 1) / PIECE * PIECE;
-    size_t most = heap->space->region_max / PIECE * PIECE, length = PIECE << (heap->parts / 2 < 5 ? heap->parts / 2 : 5);
+    size_t most = heap->closed.space->region_max / PIECE * PIECE, length = PIECE << (heap->parts / 2 < 5 ? heap->parts / 2 : 5);
     if (length > most) length = most;
     return (length > need && grow(heap, length)) || grow(heap, need);
 }
@@ -205,13 +187,8 @@ void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jem
     why = NULL;
     void *p = find(heap, size, alignment);
     if (!p) return NULL;
-    jh_region *r = region_of(heap, p);
-    size_t bytes = mi_usable_size(p);
-    jh_region_enter(r, bytes);
-    atomic_fetch_add(&heap->live, bytes);
-    *region = r->registration.hot;
-    if (zero) memset(p, 0, size);
-    return p;
+    *region = jh_closed_enter(&heap->closed, p, mi_usable_size(p));
+    return zero ? memset(p, 0, size) : p;
 }
 
 const char *jh_heap_refusal(void) {
@@ -219,17 +196,15 @@ const char *jh_heap_refusal(void) {
 }
 
 bool jh_heap_resize(jh_heap *heap, void *p, size_t size) {
-    size_t now = mi_usable_size(p);
     (void)heap;
-    return size <= now && size > now / 2;
+    return jh_closed_fits(mi_usable_size(p), size);
 }
 
 void jh_heap_free(jh_heap *heap, void *p) {
-    jh_region *r = region_of(heap, p);
+    jh_region *r = jh_closed_region(&heap->closed, p);
     size_t bytes = mi_usable_size(p);
     mi_free(p);
-    atomic_fetch_sub(&heap->live, bytes);
-    jh_region_leave(r, bytes);
+    jh_closed_leave(&heap->closed, r, bytes);
 }
 
 size_t jh_heap_usable(const void *p) {
@@ -239,15 +214,12 @@ size_t jh_heap_usable(const void *p) {
 /* ---- the heap as a whole -------------------------------------------------------------------------------------------- */
 
 int jh_heap_destroy(jh_heap *heap) {
-    const char *name = heap->space->rails.name;
-    size_t live = atomic_load(&heap->live);
-    if (live)
-        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': blocks in %zu bytes of pages are still allocated; free them before "
-                       "destroying it", name, live);
+    int rc = jh_closed_idle(&heap->closed);
+    if (rc) return rc;
     if (heap->owner != me && heap->parts) {
         bool ended = atomic_load(&heap->owner->ended);
-        return jh_fail(JEMHOOKS_ERROR_BUSY, ended ? EIO : EBUSY, "arena '%s': mimalloc heaps end on the thread that made the arena%s", name,
-                       ended ? ", which has ended: its memory stays mapped for good" : "; destroy it there");
+        return jh_fail(JEMHOOKS_ERROR_BUSY, ended ? EIO : EBUSY, "arena '%s': mimalloc heaps end on the thread that made the arena%s",
+                       heap->closed.space->rails.name, ended ? ", which has ended: its memory stays mapped for good" : "; destroy it there");
     }
     for (unsigned i = 0; i < heap->parts; i++) {
         mi_heap_collect(heap->part[i].heap, true);
@@ -270,7 +242,7 @@ void jh_heap_age(jh_heap *heap) {
 }
 
 void jh_heap_stats(jh_heap *heap, jemhooks_stats *stats) {
-    stats->active = stats->allocated = atomic_load(&heap->live);
+    jh_closed_stats(&heap->closed, stats);
 }
 
 const char *jemhooks_allocator_version(void) {

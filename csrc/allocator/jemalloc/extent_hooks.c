@@ -22,8 +22,8 @@ static jh_region *region_of(jh_extent_hooks *hooks, const void *addr) {
     return jh_space_region_at(shard_of(hooks)->space, addr);
 }
 
-/* jemalloc 5.0 to 5.2 keep an arena's metadata in hook memory; a remote write must not reach it, so it gets pages that
- * no region knows. */
+/* An arena's own metadata comes by its hooks too. A remote write must not reach it, so it gets pages that no region knows; and
+ * they are unmapped with the arena, where jemalloc by itself would keep 2 MiB of address space for each one that ever was. */
 static void *metadata(size_t size, size_t alignment) {
     char *room = mmap(NULL, size + alignment, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (room == MAP_FAILED) return NULL;
@@ -44,8 +44,9 @@ static void *hook_alloc(jh_extent_hooks *hooks, void *new_addr, size_t size, siz
                         unsigned arena) {
     (void)arena;
     if (frozen(hooks)) return NULL;
-    /* Both set means metadata there: extents are asked for uncommitted. */
-    if (!jh_jemalloc.metadata_outside && *zero && *commit && !JH_FAULT(metadata_inside)) return metadata(size, alignment);
+    /* Both set, and on 2 MiB, means metadata: heap.c asks for no such extents. */
+    if (*zero && *commit && alignment >= JH_SLOT && !jh_jemalloc.metadata_apart && !JH_FAULT(metadata_inside))
+        return metadata(size, alignment);
     jh_growth_begins();
     void *p = grow(shard_of(hooks), new_addr, size, alignment, zero, commit);
     if (!p) jh_growth_refused();
@@ -57,7 +58,7 @@ static void *hook_alloc(jh_extent_hooks *hooks, void *new_addr, size_t size, siz
 static bool hook_dalloc(jh_extent_hooks *hooks, void *addr, size_t size, bool committed, unsigned arena) {
     (void)committed, (void)arena;
     if (frozen(hooks)) return true;
-    if (jh_jemalloc.metadata_outside || jh_region_at(addr)) return !JH_FAULT(dalloc_accepts);
+    if (jh_jemalloc.metadata_apart || jh_region_at(addr)) return !JH_FAULT(dalloc_accepts);
     munmap(addr, size); /* metadata; if that fails it leaks, since jemalloc would go on to decommit it */
     return false;
 }

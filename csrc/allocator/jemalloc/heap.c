@@ -204,8 +204,9 @@ static size_t apart(size_t size, size_t alignment) {
 
 void *jh_heap_alloc(jh_heap *heap, size_t size, size_t alignment, bool zero, jemhooks_region **region) {
     int flags = jh_tcache_flags(heap) | MALLOCX_LG_ALIGN(__builtin_ctzl(alignment));
-    /* Before 5.3 jemalloc clears by MADV_DONTNEED, past every hook; and what it was seeded with it takes for zero. */
-    bool clears = zero && (!jh_jemalloc.metadata_outside || heap->clears);
+    /* Before 5.3 jemalloc clears by MADV_DONTNEED, past every hook; what it was seeded with it takes for zero; and where it asks for
+     * zeroes on 2 MiB, that is metadata. */
+    bool clears = zero && (!jh_jemalloc.zeroes || heap->clears || alignment >= JH_SLOT);
     if (zero && !clears) flags |= MALLOCX_ZERO;
     void *p = obtain(heap, apart(size, alignment), alignment, flags);
     if (!p && alignment > JH_PAGE && !jh_jemalloc.retain) p = alloc_aligned(heap, size, alignment, flags);

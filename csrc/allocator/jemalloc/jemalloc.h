@@ -38,7 +38,8 @@ enum jh_ctl {
 typedef struct jh_features {
     const char *version;
     bool retain;            /* opt.retain: jemalloc keeps address space and asks in growing steps            */
-    bool metadata_outside;  /* arenas can keep their own metadata out of hook memory (5.3 and later)         */
+    bool zeroes;            /* it clears memory with the hooks' knowledge (5.3 and later)                    */
+    bool metadata_apart;    /* an arena's metadata must not come by the hooks: they could not tell it from extents */
     bool bounds_growth;     /* retain_grow_limit exists                                                      */
     bool touches;           /* opt.junk, opt.zero or the like: jemalloc writes to what it hands out          */
     size_t chunk;           /* 4.x, which has chunks of so many bytes; 0: 5.x, which has extents             */

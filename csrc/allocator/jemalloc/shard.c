@@ -25,10 +25,10 @@ static int create_extents(jh_shard *shard) {
     struct { /* arena_config_t of 5.3 */
         jh_extent_hooks *hooks;
         bool metadata_use_hooks;
-    } ext = {&shard->hooks, JH_FAULT(metadata_inside)};
+    } ext = {&shard->hooks, false};
     size_t size = sizeof shard->index;
     shard->hooks = jh_extent_hooks_5;
-    if (jh_jemalloc.metadata_outside)
+    if (jh_jemalloc.metadata_apart)
         return je_mallctl("experimental.arenas_create_ext", &shard->index, &size, &ext, sizeof ext);
     return je_mallctl("arenas.create", &shard->index, &size, &ext.hooks, sizeof ext.hooks);
 }
