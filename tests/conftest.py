@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
 import jemhooks as jh
 
+if TYPE_CHECKING:
+    from differences import Difference
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 PASSED = pytest.StashKey[bool]()
+DIFFERENCE: pytest.StashKey[Difference] = pytest.StashKey()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -31,19 +36,29 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What is different with this allocator must be so: a test that passes nevertheless fails."""
-    from differences import EXPECTED
+    from differences import expected
 
-    expected = EXPECTED.get(jh.build_config()["allocator"], {})
+    from jemhooks._native import ffi, lib
+
+    found = expected(jh.build_config()["allocator"], ffi.string(lib.jemhooks_allocator_version()).decode())
     for item in items:
         name = f"{item.path.name}::{item.name}"
-        reason = expected.get(name, expected.get(name.partition("[")[0]))
-        if reason:
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+        difference = found.get(name, found.get(name.partition("[")[0]))
+        if difference:
+            item.stash[DIFFERENCE] = difference
+            item.add_marker(pytest.mark.xfail(reason=difference.reason, strict=True))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
     report = yield
+    difference = item.stash.get(DIFFERENCE, None)
+    if difference and call.excinfo and hasattr(report, "wasxfail"):
+        said = [line for line in report.longreprtext.splitlines() if line.startswith("E ")]
+        if not re.search(difference.says, "\n".join(said)):
+            del report.wasxfail
+            report.outcome = "failed"
+            report.longrepr = f"{report.longreprtext}\nexpected to fail, but to say {difference.says!r}"
     if report.when == "call":
         item.stash[PASSED] = report.passed
     return report

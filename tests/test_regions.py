@@ -118,9 +118,11 @@ def test_table_while_regions_are_made(arena: jh.Arena) -> None:
     done = threading.Event()
 
     def grow() -> None:
-        for _ in range(60):
-            kept.append(arena.block("2MiB"))
-        done.set()
+        try:
+            for _ in range(60):
+                kept.append(arena.block("2MiB"))
+        finally:
+            done.set()
 
     thread = threading.Thread(target=grow)
     thread.start()
