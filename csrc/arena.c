@@ -184,7 +184,7 @@ static void *refused(const char *call, jemhooks_arena *a, size_t size) {
     char by_pieces[80] = "";
     size_t alignment, piece = jh_heap_piece(&alignment);
     if (piece > JH_PAGE)
-        snprintf(by_pieces, sizeof by_pieces, "; %s takes %zu bytes at a time", jemhooks_allocator_version(), piece);
+        snprintf(by_pieces, sizeof by_pieces, "; its allocator takes %zu bytes at a time", piece);
     int err = atomic_load(&s->map_error);
     if (jh_heap_refusal())
         jh_fail(JEMHOOKS_ERROR_MEMORY, ENOMEM, "%s: %zu bytes from arena '%s': %s", call, size, a->name, jh_heap_refusal());

@@ -111,8 +111,8 @@ int jh_space_fit(jh_space *s) {
         size_t least = least_region(s, 1);
         if (limits.max_mr_size && most < least)
             return jh_fail(JEMHOOKS_ERROR_CONFIG, E2BIG, "arena '%s': registrar %s registers at most %zu bytes at a time, and "
-                           "regions of this %s provider have at least %zu with %s", s->rails.name, g->ops.name,
-                           (size_t)limits.max_mr_size, s->provider->ops.name, least, jemhooks_allocator_version());
+                           "regions of this %s provider have at least %zu", s->rails.name, g->ops.name, (size_t)limits.max_mr_size,
+                           s->provider->ops.name, least);
         if (limits.max_mr_size && most < s->region_limit) s->region_limit = most;
     }
     if (s->region_max > s->region_limit) s->region_max = s->region_limit;
@@ -139,7 +139,7 @@ int jh_check_pieces(const jh_space *s) {
         uintptr_t at = (base + alignment - 1) & ~(alignment - 1);
         if (at < end && end - at >= piece) return 0;
     }
-    return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOSPC, "arena '%s': its %s memory has ranges of at most %zu bytes, and %s takes %zu bytes at a "
-                   "time, on a multiple of %zu; give it a range of %zu bytes at least", s->rails.name, s->provider->ops.name,
-                   s->provider->largest, jemhooks_allocator_version(), piece, alignment, piece + alignment);
+    return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOSPC, "arena '%s': its %s memory has ranges of at most %zu bytes, and its allocator takes %zu "
+                   "bytes at a time, on a multiple of %zu; give it a range of %zu bytes at least", s->rails.name, s->provider->ops.name,
+                   s->provider->largest, piece, alignment, piece + alignment);
 }

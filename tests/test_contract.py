@@ -171,6 +171,10 @@ def test_jemalloc_4(run: Run) -> None:
     passes(run("chunks", count("ops", 30_000)))
 
 
+def test_each_jemalloc_5(run: Run) -> None:
+    passes(run("extents"))
+
+
 @retain
 def test_own_providers(run: Run, conf: str) -> None:
     passes(run("provider", count("arenas", 500), count("ops", 20_000), conf=conf))
@@ -301,6 +305,7 @@ FAULTS = [
     fault("growth_unlimited", "contract case=growth", "growth"),
     # 10: metadata stays out
     fault("metadata_inside", f"contract case=random {SMALL}", "metadata"),
+    fault("metadata_inside", "extents", "metadata"),
     # 11: only unregistered memory drops pages; idle is decided under the lock
     fault("decommit_drops_registering", "windows case=registering", "stale"),
     fault("idle_unlocked", "registration case=lasting", "key", pause="idle"),

@@ -56,7 +56,7 @@ JEMHOOKS_API void jemhooks_set_error(const char *format, ...) __attribute__((for
 /* "0.1.0"; and what was chosen when the library was configured, e.g. "allocator=jemalloc fabric=on uring=off". */
 JEMHOOKS_API const char *jemhooks_version(void);
 JEMHOOKS_API const char *jemhooks_build_config(void);
-/* The version of the jemalloc that is loaded, e.g. "5.3.0-0-g54eaed1d8b56b1aa528be3bdd1877e59c56fa90c". */
+/* The version of the jemalloc that is loaded, e.g. "5.3.0", or "5.3.0-187-g…" of a build between releases. */
 JEMHOOKS_API const char *jemhooks_allocator_version(void);
 /* The file that it is in: the program, if that was linked with it statically; "" if that is not known. */
 JEMHOOKS_API const char *jemhooks_allocator_file(void);

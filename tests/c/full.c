@@ -306,7 +306,7 @@ static double usable(size_t size, bool shared) {
  * and 64/80 is. */
 static void share(void) {
     const char *version = jemhooks_allocator_version();
-    bool rounds = strncmp(version, "5.3.0-0-", 8) && jemalloc_at_least(5, 3);
+    bool rounds = strcmp(version, "5.3.0") && jemalloc_at_least(5, 3);
     static const struct {
         size_t size;
         double alone, shared;

@@ -5,6 +5,7 @@
 #include "../../error.h"
 #include "../../module_file.h"
 
+#include <stdio.h>
 #include <string.h>
 
 #define MIB_DEPTH 7
@@ -66,6 +67,14 @@ static const char *string_option(const char *name, const char *otherwise) {
     return je_mallctl(name, &value, &size, NULL, 0) ? otherwise : value;
 }
 
+/* That of a release without the commit: "5.3.0", not "5.3.0-0-g54eaed1d8b56b1aa528be3bdd1877e59c56fa90c". */
+static void load_version(void) {
+    static char text[80];
+    const char *all = string_option("version", "unknown"), *commit = strstr(all, "-0-g");
+    snprintf(text, sizeof text, "%.*s", (int)(commit ? (size_t)(commit - all) : strlen(all)), all);
+    jh_jemalloc.version = text;
+}
+
 /* What jemalloc 4 is like; 0 chunk: it is no jemalloc 4. */
 static void load_chunks(void) {
     size_t lg = 0, size = sizeof lg;
@@ -99,8 +108,7 @@ static void load(void) {
     jh_jemalloc.version = "unknown";
     find_files();
     if (from.other) return;
-    size_t size = sizeof jh_jemalloc.version;
-    je_mallctl("version", &jh_jemalloc.version, &size, NULL, 0);
+    load_version();
     for (int i = 0; i < JH_CTL_COUNT; i++) {
         mibs[i].depth = MIB_DEPTH;
         mibs[i].index = strncmp(names[i], "stats.", 6) ? 1 : 2;
@@ -113,7 +121,7 @@ static void load(void) {
     load_chunks();
     jh_growth_start();
     ssize_t uaf = -1; /* from 5.3 on, freed blocks may be filled to detect their use */
-    size = sizeof uaf;
+    size_t size = sizeof uaf;
     if (je_mallctl("opt.lg_san_uaf_align", &uaf, &size, NULL, 0)) uaf = -1;
     jh_jemalloc.touches = strcmp(string_option("opt.junk", "false"), "false") || option("opt.zero") || option("config.debug") || uaf >= 0;
 }
@@ -124,7 +132,7 @@ int jh_ctl_load(void) {
         return jh_fail(JEMHOOKS_ERROR_LOAD, ELIBBAD, "there are two jemallocs in this process: %s is that of %s, and %s that of %s; preload "
                        "and link only one of them", called[from.first].name, from.file, called[from.odd].name, from.other);
     bool hooked = jh_jemalloc.chunk ? mibs[JH_CTL_CHUNK_HOOKS].depth && exists("opt.purge") : exists("arena.0.extent_hooks");
-    if (!hooked || !strncmp(jh_jemalloc.version, "5.0.0-", 6))
+    if (!hooked || !strcmp(jh_jemalloc.version, "5.0.0"))
         return jh_fail(JEMHOOKS_ERROR_LOAD, ENOTSUP, "jemalloc %s cannot be hooked: 5.0.0 grows by its default hooks, 4.0 does not use "
                        "again what its hooks keep, and earlier ones have no such hooks; install jemalloc 5.0.1 or later, or 4.1 to "
                        "4.5", jh_jemalloc.version);

@@ -44,9 +44,9 @@ static void *hook_alloc(jh_extent_hooks *hooks, void *new_addr, size_t size, siz
                         unsigned arena) {
     (void)arena;
     if (frozen(hooks)) return NULL;
-    /* Both set, and on 2 MiB, means metadata: heap.c asks for no such extents. */
-    if (*zero && *commit && alignment >= JH_SLOT && !jh_jemalloc.metadata_apart && !JH_FAULT(metadata_inside))
-        return metadata(size, alignment);
+    /* Both set means metadata: before 5.3 heap.c has no extents zeroed, and since then none on 2 MiB, where metadata is. */
+    bool apart = *zero && *commit && (!jh_jemalloc.zeroes || alignment >= JH_SLOT);
+    if (apart && !jh_jemalloc.metadata_apart && !JH_FAULT(metadata_inside)) return metadata(size, alignment);
     jh_growth_begins();
     void *p = grow(shard_of(hooks), new_addr, size, alignment, zero, commit);
     if (!p) jh_growth_refused();
