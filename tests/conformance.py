@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from conformance_ends import *  # noqa: F403
-from kinds import PAGE, Kind, MiB, assert_disjoint, descriptor, in_memory, mappings, most, pieces, status
+from kinds import PAGE, Kind, MiB, assert_disjoint, descriptor, in_memory, mappings, most, pieces, records, status
 
 import jemhooks as jh
 
@@ -175,7 +175,16 @@ def test_an_arena_in_a_block(provider_kind: Kind) -> None:
 
 # ---- zeroes ----
 
-CHURN = """
+CHURN = f"""
+    def scribble(at, end):
+        while at < end: # but for records at the start of each 2 MiB
+            stop = min(end, at // {HUGE} * {HUGE} + {HUGE})
+            at = max(at, at // {HUGE} * {HUGE} + {records()})
+            if at < stop:
+                ctypes.memset(at, 0x5A, stop - at)
+            at = stop
+"""
+CHURN += """
     def churn(arena, write, steps, limited):
         rng, live, used, again = random.Random(steps), {}, set(), 0
         for step in range(steps):
@@ -201,7 +210,7 @@ CHURN = """
                 gc.collect()
                 for r in arena.regions() if write else ():
                     if r["state"] == jh.State.REGISTERED: # a peer that has the key may write to all of it
-                        ctypes.memset(int(r["base"]), 0x5A, int(r["length"]))
+                        scribble(int(r["base"]), int(r["base"] + r["length"]))
             if step % 40 == 39:
                 arena.trim()
         assert again > steps // 2, "most blocks lie where others did, or this shows nothing"

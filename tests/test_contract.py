@@ -69,6 +69,7 @@ def run() -> Run:
     build("cmake", "--build", BUILD, "--parallel", "2")
 
     def run_one(program: str, *arguments: str, conf: str = "", fault: str = "", pause: str = "") -> Outcome:
+        conf = ",".join(filter(None, (os.environ.get("MALLOC_CONF"), conf)))
         settings = {"MALLOC_CONF": conf, "JEMHOOKS_FAULT": fault, "JEMHOOKS_PAUSE": pause}
         environment = {name: value for name, value in os.environ.items() if name not in settings}
         environment.update({name: value for name, value in settings.items() if value})

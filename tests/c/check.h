@@ -85,6 +85,11 @@ void in_child(const char *what, void (*run)(void));
 
 /* Is the jemalloc in use at least this one? Builds without a number count as the newest. */
 bool jemalloc_at_least(int major, int minor);
+/* Bytes of jemalloc 4's records at the start of each 2 MiB, which count as free and yet are in use; 0 for others. */
+size_t records(void);
+/* The next bytes of [*at, stop) in which there are none, so that a peer may write there: their length; *at moves to where they
+ * begin. 0: there are no more. */
+size_t beside_records(uintptr_t *at, uintptr_t stop);
 jemhooks_registrar *null_open(const jemhooks_null_config *config);
 jemhooks_null_stats null_stats(jemhooks_registrar *registrar);
 jemhooks_stats stats_of(jemhooks_arena *arena);

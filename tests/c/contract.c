@@ -273,6 +273,25 @@ static void aligned(void) {
     for (int i = 0; i < ARENAS; i++) arena_end(arena[i]);
 }
 
+static int by_address(const void *a, const void *b) {
+    const char *const *x = a, *const *y = b;
+    return *x < *y ? -1 : *x > *y;
+}
+
+/* Blocks that fill regions, beside others that are free, grow. */
+static void grow_at_neighbours(void) {
+    enum { COUNT = 32 };
+    char *p[COUNT];
+    for (int i = 0; i < COUNT; i++) p[i] = must_have(jemhooks_alloc(arena[0], SLOT), "block");
+    qsort(p, COUNT, sizeof p[0], by_address);
+    for (int i = 1; i < COUNT; i += 2) MUST(jemhooks_free(p[i]));
+    for (int i = 0; i < COUNT; i += 2) {
+        p[i] = must_have(jemhooks_realloc(arena[0], p[i], 2 * SLOT), "grown block");
+        CHECK("span", jemhooks_region_of(p[i]) == jemhooks_region_of(p[i] + 2 * SLOT - 1), "a block grew out of its region");
+    }
+    for (int i = 0; i < COUNT; i += 2) MUST(jemhooks_free(p[i]));
+}
+
 /* Neighbouring regions, all of their pages free, must not give a block that lies in two of them. */
 static void neighbours(void) {
     enum { COUNT = 2000 };
@@ -294,6 +313,7 @@ static void neighbours(void) {
         }
         for (int i = 0; i < BLOCKS; i++)
             if (table[0][i].p) drop(&table[0][i], &d);
+        grow_at_neighbours();
     }
     jemhooks_region_info *r = regions_of(arena[0], &count);
     for (size_t i = 1; i < count; i++) adjacent += r[i].base + r[i].length == r[i - 1].base;

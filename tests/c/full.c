@@ -165,7 +165,7 @@ static void at_growth(void) {
     figure("both", (double)more * BLOCK / DISK);
     free_all(more);
     MUST(jemhooks_trim(arena, NULL));
-    CHECK("leak", disk.room == DISK / PAGE, "%zu of %zu pages were given back", disk.room, (size_t)DISK / PAGE);
+    CHECK("leak", disk.room >= (DISK - records()) / PAGE, "%zu of %zu pages were given back", disk.room, (size_t)DISK / PAGE);
     arena_end(arena);
     disk_close(provider, DISK);
 }
@@ -303,7 +303,7 @@ static double usable(size_t size, bool shared) {
 }
 
 /* jemalloc pads large blocks by a page, so that 64/68 is the most there can be; from 5.3.1 on it rounds that up to its next size,
- * and 64/80 is. */
+ * and 64/80 is. jemalloc 4's records take 13 pages of 512, so that beside them is room for one block of 1 MiB. */
 static void share(void) {
     const char *version = jemhooks_allocator_version();
     bool rounds = strcmp(version, "5.3.0") && jemalloc_at_least(5, 3);
@@ -314,9 +314,9 @@ static void share(void) {
     for (size_t i = 0; i < sizeof least / sizeof *least; i++) {
         char name[2][32];
         double alone = usable(least[i].size, false), shared = usable(least[i].size, true);
-        double most = rounds && least[i].size >= 64 * KIB ? 0.77 : 1;
+        double most = records() ? (double[]){0.97, 0.97, 0.9, 0.5}[i] : rounds && least[i].size >= 64 * KIB ? 0.77 : 1;
         CHECK("share", alone >= (least[i].alone < most ? least[i].alone : most), "blocks of %zu bytes fill %.4f of a range", least[i].size, alone);
-        CHECK("share", shared >= (least[i].shared < most ? least[i].shared : most - 0.03), "blocks of %zu bytes fill %.4f of a shared range", least[i].size, shared);
+        CHECK("share", shared >= (least[i].shared < most ? least[i].shared : records() ? most : most - 0.03), "blocks of %zu bytes fill %.4f of a shared range", least[i].size, shared);
         snprintf(name[0], sizeof name[0], "alone_%zu", least[i].size);
         snprintf(name[1], sizeof name[1], "shared_%zu", least[i].size);
         figure(name[0], alone);

@@ -230,7 +230,7 @@ static void cached_destroy(void) {
         open_arena(1);
         pthread_barrier_wait(&step);
         pthread_barrier_wait(&step);
-        CHECK("caches", stats_of(arena).active, "no thread has a cached block");
+        CHECK("caches", stats_of(arena).active || !jemalloc_at_least(5, 0), "no thread has a cached block");
         arena_end(arena);
         jemhooks_registrar_close(null);
     }

@@ -213,9 +213,9 @@ static void write_beyond(void) {
             uintptr_t at = r[k].base, end = at + r[k].length;
             for (size_t b = 0; b <= n; b++) {
                 uintptr_t stop = b < n && (uintptr_t)live[b]->p < end ? (uintptr_t)live[b]->p : end;
-                if (stop > at) {
-                    transfer((void *)at, stop - at, 0, &key);
-                    atomic_fetch_add(&beyond, stop - at);
+                for (size_t room; at < stop && (room = beside_records(&at, stop)); at += room) {
+                    transfer((void *)at, room, 0, &key);
+                    atomic_fetch_add(&beyond, room);
                 }
                 if (stop == end) break;
                 if (stop >= at) at = stop + jemhooks_usable_size(live[b]->p);

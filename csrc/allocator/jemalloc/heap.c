@@ -224,9 +224,19 @@ const char *jh_heap_refusal(void) {
     return NULL;
 }
 
+/* Would a block of jemalloc 4 that has chunks of its own take more of them, beyond its region's end? The refusal to merge these would
+ * come too late: jemalloc has counted their pages as in use by then, and does not take that back. */
+static bool outgrows(const jh_heap *heap, const void *p, size_t now, size_t want) {
+    if (!jh_jemalloc.chunk || now <= jh_jemalloc.largest_run || want <= now) return false;
+    const jemhooks_region *r = jh_space_region_at(heap->space, p)->registration.hot;
+    size_t chunks = (want + jh_jemalloc.chunk - 1) / jh_jemalloc.chunk * jh_jemalloc.chunk;
+    return (uintptr_t)p + chunks > r->base + r->length;
+}
+
 bool jh_heap_resize(jh_heap *heap, void *p, size_t size) {
     size_t now = je_sallocx(p, 0), want = je_nallocx(size, 0);
     if (want == now) return true;
+    if (outgrows(heap, p, now, want)) return false;
     jh_growth_enter();
     size_t got = je_xallocx(p, size, 0, jh_tcache_flags(heap));
     jh_growth_leave();
