@@ -70,6 +70,94 @@ CLEARS_ITSELF = Difference(
 
 EXPECTED = {
     **dict.fromkeys(("jemalloc 5.0", "jemalloc 5.1", "jemalloc 5.2"), (REFUSES_ZERO, CLEARS_ITSELF)),
+    "jemalloc 4": (
+        REFUSES_ZERO,
+        CLEARS_ITSELF,
+        RECORDS_ON_A_DEVICE,
+        RECORDS_ON_A_DEVICE._replace(
+            tests=(
+                "test_contract.py::test_fixed_ranges",
+                "test_contract.py::test_own_providers",
+                "test_contract.py::test_lookup",
+            )
+        ),
+        Difference(
+            "has chunk hooks; test_jemalloc_4 notices their faults",
+            "not noticed|noticed for another reason",
+            tuple(
+                f"test_contract.py::test_fault_is_noticed[{fault}]"
+                for fault in (
+                    "dalloc_accepts-contract-true",
+                    "dalloc_accepts-contract-false",
+                    "commit_answered-contract-true",
+                    "commit_fails-contract-true",
+                    "split_refused-contract-false",
+                    "purge_allowed-windows-true",
+                    "growth_unlimited-contract-true",
+                    "metadata_inside-contract-true",
+                    "touch-fixed-true",
+                    "unseeded-full-true",
+                    "fork_in_growth-forking-false",
+                )
+            ),
+        ),
+        Difference(
+            "has chunk hooks; test_jemalloc_4 notices their faults",
+            "not noticed|noticed for another reason",
+            tuple(
+                f"test_contract.py::test_fault_is_noticed[{fault}]"
+                for fault in ("decommit_refused-contract-true", "merge_across-contract-false")
+            ),
+            always=False,
+        ),
+        Difference(
+            "keeps an empty chunk until another is, so that its region is idle later",
+            "the region that became idle last was evicted first",
+            ("test_contract.py::test_budgets",),
+        ),
+        Difference(
+            "has no opt.retain",
+            "Invalid conf pair: retain:false",
+            ("test_blocks.py::test_zeroes_on_any_alignment[retain:false]",),
+        ),
+        Difference(
+            "takes chunks of 2 MiB, on multiples of it, and none at the very start of another arena's block",
+            "takes 2097152 bytes at a time|no room for|no memory for",
+            (
+                "test_conformance.py::test_an_arena_in_a_block",
+                "test_conformance.py::test_shared_ranges_in_any_order",
+                "test_errors.py::test_block_larger_than_its_provider",
+                "test_ipc_refused.py::test_what_cannot_be_exported",
+                "test_providers.py::test_fixed_memory_smaller_than_what_the_allocator_takes_at_a_time",
+                "test_providers.py::test_fixed_old_bytes_are_cleared_unless_said_to_be_zero",
+                "test_providers.py::test_nested",
+                "test_providers.py::test_nested_three_deep",
+                "test_providers.py::test_overlapping_ranges",
+                "test_providers.py::test_several_ranges_are_a_region_each",
+                "test_providers.py::test_several_ranges_of_which_one_is_wrong",
+            ),
+        ),
+        Difference(
+            "keeps 13 pages of records in each 2 MiB, so that beside them is room for one block of 1 MiB",
+            "usable for blocks of",
+            tuple(f"test_conformance.py::test_small_memory_can_be_used_to_the_end[{kind}]" for kind in (*FIXED, HUGE)),
+        ),
+        Difference(
+            "needs no room for thread-local storage",
+            "restart|should have a value for|the script ended with 1|LoadError|does not work",
+            (
+                "test_doctor.py::test_without_room_for_the_library",
+                "test_loading.py::test_load_error_names_three_remedies_with_exact_values",
+                "test_loading.py::test_each_named_remedy_works",
+                "test_loading.py::test_load_fails_again_the_same_way",
+                "test_run.py::test_bootstrap_restarts_once",
+                "test_run.py::test_bootstrap_that_does_not_help_raises",
+                "test_run.py::test_bootstrap_refuses",
+                "test_run.py::test_bootstrap_refuses_a_program_on_standard_input",
+                "test_run.py::test_bootstrap_refuses_interactively",
+            ),
+        ),
+    ),
     "jemalloc 5.0.1": (
         Difference(
             "has no limit of growth",

@@ -76,10 +76,14 @@ int jh_bench_blocks(size_t size, size_t iterations, int rounds, double *ns) {
     size_t n = sizeof tcache;
     config.policy = JEMHOOKS_NONE;
     if (rounds < 1 || rounds > MAX_ROUNDS || !iterations) return -EINVAL;
-    if (!find_jemalloc()) return -ENOENT;
+    if (!find_jemalloc()) return jemhooks_set_error("no jemalloc is found to compare with"), -ENOENT;
     int rc = jemhooks_arena_create(&config, &arena);
     if (rc) return rc;
-    if (je.mallctl("tcache.create", &tcache, &n, NULL, 0) || je.mallctl("arenas.create", &index, &n, NULL, 0)) return -EAGAIN;
+    if (je.mallctl("tcache.create", &tcache, &n, NULL, 0) ||
+        (je.mallctl("arenas.create", &index, &n, NULL, 0) && je.mallctl("arenas.extend", &index, &n, NULL, 0))) { /* 5.x, 4.x */
+        jemhooks_arena_destroy(arena);
+        return jemhooks_set_error("jemalloc gives no arena or no thread cache to compare with"), -EAGAIN;
+    }
     int flags = (int)((index + 1) << 20) | (int)((tcache + 2) << 8); /* MALLOCX_ARENA | MALLOCX_TCACHE */
     for (int r = 0; r < rounds; r++)
         for (int row = 0; row < BLOCK_ROWS; row++) {

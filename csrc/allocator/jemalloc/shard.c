@@ -55,10 +55,19 @@ static int set(const jh_shard *shard, enum jh_ctl ctl, const char *what, int64_t
                    (long long)value, what, strerror(-rc));
 }
 
-/* jemalloc 4 decays in seconds, or, by default, not at all: heap.c then purges. */
+static int64_t option(const char *name) {
+    ssize_t value = -1;
+    size_t size = sizeof value;
+    je_mallctl(name, &value, &size, NULL, 0);
+    return value;
+}
+
+/* jemalloc 4 decays in seconds, or, by default, not at all: heap.c then purges. Its arena may have been another one's, with other times. */
 static int set_seconds(const jh_shard *shard, int64_t ms) {
-    if (jh_jemalloc.decays) return set(shard, JH_CTL_DECAY_TIME, "decay_time", ms < 0 ? -1 : (ms + 999) / 1000);
-    return ms < 0 ? set(shard, JH_CTL_DIRTY_MULT, "lg_dirty_mult", -1) : 0;
+    bool standard = ms == JEMHOOKS_DECAY_DEFAULT;
+    if (!jh_jemalloc.decays)
+        return set(shard, JH_CTL_DIRTY_MULT, "lg_dirty_mult", ms < 0 && !standard ? -1 : option("opt.lg_dirty_mult"));
+    return set(shard, JH_CTL_DECAY_TIME, "decay_time", standard ? option("opt.decay_time") : ms < 0 ? -1 : (ms + 999) / 1000);
 }
 
 static int adjust(const jh_shard *shard, const jemhooks_config *config) {
@@ -66,7 +75,7 @@ static int adjust(const jh_shard *shard, const jemhooks_config *config) {
     int rc = 0;
     if (!JH_FAULT(oversize_default)) rc = set(shard, JH_CTL_OVERSIZE, "oversize_threshold", NEVER);
     if (!rc && !JH_FAULT(growth_unlimited)) rc = set(shard, JH_CTL_GROW_LIMIT, "retain_grow_limit", (int64_t)config->region_max);
-    if (!rc && jh_jemalloc.chunk) return dirty == JEMHOOKS_DECAY_DEFAULT ? 0 : set_seconds(shard, dirty);
+    if (!rc && jh_jemalloc.chunk) return set_seconds(shard, dirty);
     if (!rc && dirty != JEMHOOKS_DECAY_DEFAULT) rc = set(shard, JH_CTL_DIRTY_DECAY, "dirty_decay_ms", dirty);
     if (!rc && muzzy != JEMHOOKS_DECAY_DEFAULT) rc = set(shard, JH_CTL_MUZZY_DECAY, "muzzy_decay_ms", muzzy);
     return rc;
