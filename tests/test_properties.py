@@ -22,6 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from kinds import records
 
 import jemhooks as jh
 from jemhooks.access import access_flags
@@ -197,7 +198,9 @@ class Anything(RuleBasedStateMachine):
         assert stats.current_count >= kept, "leases on objects may keep more"
         assert stats.current_bytes >= self.nbytes
         assert stats.abandoned == 0
-        assert stats.committed == table["committed"].sum() == stats.active + stats.dirty + stats.muzzy
+        assert stats.committed == table["committed"].sum()
+        held = stats.active + stats.dirty + stats.muzzy
+        assert stats.committed == held or (records() and stats.committed > held), "jemalloc 4 commits whole chunks"
         assert stats.registered == table["length"][table["state"] == 3].sum()
         assert table["leases"].sum() == len(self.held)
         for null in self.nulls:
