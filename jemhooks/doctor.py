@@ -52,12 +52,12 @@ def _file_of_malloc() -> str:
     return os.fsdecode(info.file) if found else _ABSENT
 
 
-def jemalloc_notes(version: str, options: str) -> Iterator[str]:
-    """What to know of this jemalloc, with these MALLOC_CONF options: nothing of 5, whose limits are none here."""
+def jemalloc_notes(version: str, variable: str) -> Iterator[str]:
+    """What to know of this jemalloc, with the options in this variable: nothing of 5, whose limits are none here."""
     if not version.startswith("4."):
         return
-    decays = "purge:decay" in options
-    remedy = "" if decays else "MALLOC_CONF=purge:decay gives free pages up in time, which else only trim() does"
+    decays = "purge:decay" in os.environ.get(variable, "")
+    remedy = "" if decays else f"{variable}=purge:decay gives free pages up in time, which else only trim() does"
     yield _line(
         None, "", "no thread caches; one chunk of each arena stays; its records are in registered memory", remedy
     )
@@ -86,9 +86,9 @@ def _allocator() -> Iterator[str]:
     yield _line(True, "loading", f"{TUNABLE} is {have} bytes")
     version: str = ffi.string(lib.jemhooks_allocator_version()).decode()
     ours = ffi.string(lib.jemhooks_allocator_file()).decode()
-    prefixed = b"je_mallocx" in Path(ours).read_bytes()
-    yield _line(True, "jemalloc", f"{version}, symbols {'je_…' if prefixed else 'without prefix'}, of {ours}")
-    yield from jemalloc_notes(version, os.environ.get("MALLOC_CONF", ""))
+    options = ffi.string(lib.jemhooks_allocator_options()).decode()
+    yield _line(True, "jemalloc", f"{version}, options in {options}, of {ours}")
+    yield from jemalloc_notes(version, options)
     whose = _file_of_malloc()
     two = whose != ours and Path(whose).is_file() and b"<jemalloc>" in Path(whose).read_bytes()
     remedy = "another jemalloc than the arenas': neither can free the other's blocks" if two else ""

@@ -17,8 +17,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from allocator import RECORDS
 from conformance_ends import *  # noqa: F403
-from kinds import PAGE, Kind, MiB, assert_disjoint, descriptor, in_memory, mappings, most, pieces, records, status
+from kinds import PAGE, Kind, MiB, assert_disjoint, descriptor, in_memory, mappings, most, pieces, status
 
 import jemhooks as jh
 
@@ -179,7 +180,7 @@ CHURN = f"""
     def scribble(at, end):
         while at < end: # but for records at the start of each 2 MiB
             stop = min(end, at // {HUGE} * {HUGE} + {HUGE})
-            at = max(at, at // {HUGE} * {HUGE} + {records()})
+            at = max(at, at // {HUGE} * {HUGE} + {RECORDS})
             if at < stop:
                 ctypes.memset(at, 0x5A, stop - at)
             at = stop

@@ -50,7 +50,6 @@ REFUSES_ZERO = Difference(
         "test_blocks.py::test_zeroes_on_any_alignment[zero:true]",
         "test_blocks.py::test_zeroes_on_any_alignment[retain:false,zero:true]",
     ),
-    always=False,  # one with the prefix je_ reads JE_MALLOC_CONF
 )
 CLEARS_ITSELF = Difference(
     "jemhooks clears blocks itself, so that old bytes harm nobody; and has no threshold for large blocks",

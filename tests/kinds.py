@@ -54,14 +54,6 @@ class Kind(NamedTuple):
         return textwrap.dedent(start) + textwrap.dedent(text) + "\ndel provider\nfolder.cleanup()\n"
 
 
-def records() -> int:
-    """Bytes of an allocator's records at the start of each 2 MiB, where peers must not write: jemalloc 4's."""
-    from jemhooks._native import ffi, lib
-
-    version = ffi.string(lib.jemhooks_allocator_version())
-    return 13 * PAGE if version.startswith(b"4.") else 0
-
-
 def most(kind: Kind, provider: jh.Provider) -> int:
     """How much memory there is; 0: no limit."""
     return provider.info().total or kind.limit

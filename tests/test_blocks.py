@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from allocator import OPTIONS
 
 import jemhooks as jh
 
@@ -103,7 +104,7 @@ def test_zeroes_on_any_alignment(python: Python, options: str) -> None:
                     with jh.Arena(null, region_max="8MiB") as arena: # all its memory is new
                         zeroes(arena, size, alignment)
         """,
-        variables={"MALLOC_CONF": options},
+        variables={OPTIONS: options},
     )
 
 

@@ -1,7 +1,7 @@
 """The hook contract in C: every invariant under load, and each rule broken on purpose, which must be noticed.
 
 The programs of tests/c run on a build of their own with the switches of csrc/fault.h. Without a switch every one must
-pass, whatever jemalloc is told (MALLOC_CONF); with one, the program meant for it must fail and say why.
+pass, whatever jemalloc is told by its options; with one, the program meant for it must fail and say why.
 JEMHOOKS_SOAK=1 makes everything ten times longer.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from allocator import OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "contract"
@@ -69,8 +70,8 @@ def run() -> Run:
     build("cmake", "--build", BUILD, "--parallel", "2")
 
     def run_one(program: str, *arguments: str, conf: str = "", fault: str = "", pause: str = "") -> Outcome:
-        conf = ",".join(filter(None, (os.environ.get("MALLOC_CONF"), conf)))
-        settings = {"MALLOC_CONF": conf, "JEMHOOKS_FAULT": fault, "JEMHOOKS_PAUSE": pause}
+        conf = ",".join(filter(None, (os.environ.get(OPTIONS), conf)))
+        settings = {OPTIONS: conf, "JEMHOOKS_FAULT": fault, "JEMHOOKS_PAUSE": pause}
         environment = {name: value for name, value in os.environ.items() if name not in settings}
         environment.update({name: value for name, value in settings.items() if value})
         command = [str(BUILD / f"test_{program}"), *arguments]

@@ -75,13 +75,18 @@ def test_as_a_command(python: Python) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("variable", ["MALLOC_CONF", "JE_MALLOC_CONF"])
 @pytest.mark.parametrize(("version", "options", "remedy"), [
     ("4.5.0", "", "MALLOC_CONF=purge:decay"),
     ("4.1.1", "purge:ratio", "MALLOC_CONF=purge:decay"),
     ("4.5.0", "junk:false,purge:decay", ""),
 ])  # fmt: skip
-def test_what_jemalloc_4_lacks(version: str, options: str, remedy: str) -> None:
-    (line,) = jemalloc_notes(version, options)
+def test_what_jemalloc_4_lacks(
+    monkeypatch: pytest.MonkeyPatch, version: str, variable: str, options: str, remedy: str
+) -> None:
+    monkeypatch.setenv("MALLOC_CONF", "purge:decay")  # which jemalloc with a prefix does not read
+    monkeypatch.setenv(variable, options)
+    (line,) = jemalloc_notes(version, variable)
     assert "records are in registered memory" in line, "what a peer can reach"
-    assert remedy in line if remedy else "purge" not in line, "what can be done"
-    assert not list(jemalloc_notes("5.3.0", "")), "5 has no such limits"
+    assert f"-> {variable}=purge:decay" in line if remedy else "purge" not in line, "what can be done"
+    assert not list(jemalloc_notes("5.3.0", variable)), "5 has no such limits"

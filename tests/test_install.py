@@ -13,6 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 pytest.register_assert_rewrite("installed")
+from allocator import PREFIX  # noqa: E402
 from installed import LEAN, ROOT, call, prefix_fixture  # noqa: E402, F401
 
 pytestmark = pytest.mark.null
@@ -113,13 +114,14 @@ def compiled(folder: Path, *flags: str) -> Path:
 
 
 def test_static_by_pkg_config(prefix: Path, tmp_path: Path) -> None:
-    pc = {"PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig")}
+    pc = {"PKG_CONFIG_PATH": f"{prefix / 'lib' / 'pkgconfig'}:{os.environ.get('PKG_CONFIG_PATH', '')}"}
     private = call("pkg-config", "--libs", "--static", "jemhooks", **pc).split()
     assert "-ljemalloc" in private, "what the static library needs"
     assert "-ljemalloc" not in call("pkg-config", "--libs", "jemhooks", **pc).split(), "and the shared one has itself"
     flags = ["-l:libjemhooks.a" if flag == "-ljemhooks" else flag for flag in private]
     hello = compiled(tmp_path, *call("pkg-config", "--cflags", "jemhooks", **pc).split(), *flags)
     assert "libjemhooks" not in call("readelf", "-d", hello)
+    assert call(hello), "it finds jemalloc"
 
 
 @pytest.mark.parametrize("how", [("--libs",), ("--libs", "--static")])
@@ -174,7 +176,8 @@ def test_rpath_and_no_rpath(tmp_path: Path) -> None:
     where = call("pkg-config", "--variable=libdir", "jemalloc").strip()
     (tmp_path / "libjemalloc.so").symlink_to(f"{where}/libjemalloc.so.2")
     (tmp_path / "libjemalloc.so.2").symlink_to(f"{where}/libjemalloc.so.2")
-    pc = jemalloc_pc(tmp_path, f"-L{tmp_path} -ljemalloc", "")
+    cflags = call("pkg-config", "--cflags", "jemalloc").strip()
+    pc = jemalloc_pc(tmp_path, f"-L{tmp_path} -ljemalloc", cflags)
     for option, wanted in (("ON", True), ("OFF", False)):
         build, into = tmp_path / f"b{option}", tmp_path / f"p{option}"
         configure(build, f"-DJEMHOOKS_RPATH={option}", f"-DCMAKE_INSTALL_PREFIX={into}", **pc)
@@ -183,20 +186,27 @@ def test_rpath_and_no_rpath(tmp_path: Path) -> None:
         dynamic = call("readelf", "-d", into / "lib" / "libjemhooks.so")
         assert (str(tmp_path) in dynamic) == wanted, f"the rpath of jemalloc, with JEMHOOKS_RPATH={option}\n{dynamic}"
         assert ("-rpath" in (into / "lib" / "pkgconfig" / "jemhooks.pc").read_text()) == wanted
-        assert ("-rpath" in call(into / "bin" / "jemhooks-config", "--libs")) == wanted
+        config = into / "bin" / "jemhooks-config"
+        assert ("-rpath" in call(config, "--libs")) == wanted
+        of_jemalloc = f"-Wl,-rpath,{tmp_path}"
+        assert (of_jemalloc in call(config, "--libs", "--static").split()) == wanted, "whoever takes the static one"
+        pc_path = {"PKG_CONFIG_PATH": str(into / "lib" / "pkgconfig"), "PKG_CONFIG_LIBDIR": str(tmp_path)}
+        assert (of_jemalloc in call("pkg-config", "--libs", "--static", "jemhooks", **pc_path).split()) == wanted
 
 
 def test_header_and_library_with_different_prefixes(tmp_path: Path) -> None:
+    other = "" if PREFIX else "je_"
+    mapped = "".join(f"#define je_{name} {other}{name}\n" for name in ("mallocx", "dallocx", "mallctl") if not other)
     (tmp_path / "jemalloc").mkdir()
     (tmp_path / "jemalloc" / "jemalloc.h").write_text(
-        "#include <stddef.h>\nvoid *je_mallocx(size_t, int);\nvoid je_dallocx(void *, int);\n"
+        f"{mapped}#include <stddef.h>\nvoid *je_mallocx(size_t, int);\nvoid je_dallocx(void *, int);\n"
         "int je_mallctl(const char *, void *, size_t *, void *, size_t);\n"
     )
     where = call("pkg-config", "--variable=libdir", "jemalloc").strip()
     pc = jemalloc_pc(tmp_path, f"-L{where} -ljemalloc", f"-I{tmp_path}")
     said = configure(tmp_path / "b", ok=False, **pc)
     assert "header and library have different prefixes" in said, said
-    assert "je_mallocx" in said, "what the linker missed"
+    assert f"`{other}mallocx'" in said, "what the linker missed"
 
 
 def test_static_jemalloc_that_is_not_position_independent(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from jemhooks import loader
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 pytest.register_assert_rewrite("installed")
+from allocator import OPTIONS, PREFIX  # noqa: E402
 from installed import call, prefix_fixture  # noqa: E402, F401
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ def build(prefix: Path, tmp_path: Path) -> Callable[..., Path]:
     return compiled
 
 
+LIBC, JEMALLOC = "libc.so.6", "libjemalloc.so.2"
+
+
 def jemalloc() -> str:
     path = loader.jemalloc_path()
     assert path, "jemhooks was built with one"
@@ -88,54 +92,51 @@ def jemalloc() -> str:
 
 
 @pytest.mark.parametrize(
-    ("flags", "preload", "said"),
-    [
-        ([], False, "malloc of libc.so.6, arenas of libjemalloc.so.2"),
-        (["-ljemalloc"], False, "malloc of libjemalloc.so.2, arenas of libjemalloc.so.2"),
-        ([], True, "malloc of libjemalloc.so.2, arenas of libjemalloc.so.2"),
-    ],
+    ("flags", "preload", "whose"),
+    [([], False, LIBC), (["-ljemalloc"], False, JEMALLOC), ([], True, JEMALLOC)],
     ids=["by jemhooks", "by the program", "preloaded"],
 )
-def test_whose_malloc(build: Callable[..., Path], flags: list[str], preload: bool, said: str) -> None:
+def test_whose_malloc(build: Callable[..., Path], flags: list[str], preload: bool, whose: str) -> None:
     variables = {"LD_PRELOAD": jemalloc()} if preload else {}
-    assert call(build(*flags), MALLOC_CONF="", **variables) == said, (
+    said = call(build(*flags), **{OPTIONS: ""}, **variables)
+    assert said == f"malloc of {LIBC if PREFIX else whose}, arenas of {JEMALLOC}", (
         "and keys work, and a pointer of malloc's is refused"
     )
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ([], "malloc of program, arenas of program"),
-        (["-Wl,--exclude-libs,ALL"], "malloc of program, arenas of libjemalloc.so.2"),
-    ],
+    ("flags", "whose"),
+    [([], "program"), (["-Wl,--exclude-libs,ALL"], JEMALLOC)],
     ids=["open", "hidden"],
 )
-def test_a_static_jemalloc_beside_the_shared_one(build: Callable[..., Path], flags: list[str], said: str) -> None:
+def test_a_static_jemalloc_beside_the_shared_one(build: Callable[..., Path], flags: list[str], whose: str) -> None:
     """Each is whole: a pointer of the program's own jemalloc is no arena's, and is refused."""
-    assert call(build(*flags, *IN_PROGRAM)) == said
+    assert call(build(*flags, *IN_PROGRAM)) == f"malloc of {LIBC if PREFIX else 'program'}, arenas of {whose}"
 
 
 @pytest.mark.parametrize("function", ["mallocx", "dallocx", "mallctl", "mallctlbymib"])
 def test_parts_of_two_jemallocs(build: Callable[..., Path], tmp_path: Path, function: str) -> None:
     """Someone else's function of that name comes first: arenas of one jemalloc, blocks of another."""
+    function = f"{PREFIX}{function}"
     (tmp_path / "other.c").write_text(f"void *{function}(void) {{ return 0; }}\n")
     call("gcc", "-shared", "-fPIC", "-o", tmp_path / "other.so", tmp_path / "other.c", "-fno-builtin")
     said = call(build(), ok=False, LD_PRELOAD=str(tmp_path / "other.so"))
     assert "there are two jemallocs in this process" in said, said
     assert f"{function} is that of {tmp_path}/other.so" in said or f"and {function} that of {tmp_path}/other.so" in said
-    assert "libjemalloc.so.2" in said, "both are named"
+    assert JEMALLOC in said, "both are named"
     assert "preload and link only one" in said, "and the remedy"
 
 
-@pytest.mark.parametrize(("process", "whose"), [(False, "libc.so.6"), (True, "libjemalloc.so.2")])
+@pytest.mark.parametrize(("process", "whose"), [(False, LIBC), (True, JEMALLOC)])
 def test_doctor_says_whose_malloc(python: Python, process: bool, whose: str) -> None:
     preload = {"LD_PRELOAD": jemalloc()} if process else {}
     said = python.run(None, "-m", "jemhooks", "doctor", bare=process, variables=preload).stdout
     [line] = [line for line in said.splitlines() if line[5:].startswith("malloc ")]
-    assert line.endswith(whose), said
+    assert line.endswith(LIBC if PREFIX else whose), said
     assert "another jemalloc" not in said, said
-    assert "libjemalloc.so.2" in next(line for line in said.splitlines() if line[5:].startswith("jemalloc ")), said
+    [line] = [line for line in said.splitlines() if line[5:].startswith("jemalloc ")]
+    assert line.endswith(JEMALLOC), said
+    assert f"options in {OPTIONS}," in line, said
 
 
 def test_doctor_warns_of_another_jemalloc(python: Python, tmp_path: Path) -> None:
@@ -143,7 +144,9 @@ def test_doctor_warns_of_another_jemalloc(python: Python, tmp_path: Path) -> Non
     where = call("pkg-config", "--variable=libdir", "jemalloc").strip()
     exports = "malloc;free;calloc;realloc;posix_memalign;aligned_alloc;memalign;malloc_usable_size;valloc"
     (tmp_path / "only").write_text("{ global: " + exports + "; local: *; };")
-    keep = [f"-Wl,-u,{name}" for name in ("malloc", "calloc")]
+    keep = [f"-Wl,-u,{PREFIX}{name}" for name in ("malloc", "calloc")]
+    if PREFIX:
+        keep += [f"-Wl,--defsym={name}={PREFIX}{name}" for name in exports.split(";")]
     call(
         "gcc",
         "-shared",

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from allocator import RECORDS
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -22,7 +23,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kinds import records
 
 import jemhooks as jh
 from jemhooks.access import access_flags
@@ -200,7 +200,7 @@ class Anything(RuleBasedStateMachine):
         assert stats.abandoned == 0
         assert stats.committed == table["committed"].sum()
         held = stats.active + stats.dirty + stats.muzzy
-        assert stats.committed == held or (records() and stats.committed > held), "jemalloc 4 commits whole chunks"
+        assert stats.committed == held or (RECORDS and stats.committed > held), "jemalloc 4 commits whole chunks"
         assert stats.registered == table["length"][table["state"] == 3].sum()
         assert table["leases"].sum() == len(self.held)
         for null in self.nulls:

@@ -168,3 +168,7 @@ const char *jemhooks_allocator_version(void) {
 const char *jemhooks_allocator_file(void) {
     return "";
 }
+
+const char *jemhooks_allocator_options(void) {
+    return "";
+}

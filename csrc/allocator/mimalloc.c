@@ -256,3 +256,7 @@ const char *jemhooks_allocator_file(void) {
     const char *file = jh_file_of((const void *)mi_version);
     return file ? file : "";
 }
+
+const char *jemhooks_allocator_options(void) {
+    return "";
+}

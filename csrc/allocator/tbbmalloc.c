@@ -140,3 +140,7 @@ const char *jemhooks_allocator_file(void) {
     const char *file = jh_file_of((const void *)pool_create);
     return file ? file : "";
 }
+
+const char *jemhooks_allocator_options(void) {
+    return "";
+}

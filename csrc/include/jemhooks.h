@@ -60,6 +60,9 @@ JEMHOOKS_API const char *jemhooks_build_config(void);
 JEMHOOKS_API const char *jemhooks_allocator_version(void);
 /* The file that it is in: the program, if that was linked with it statically; "" if that is not known. */
 JEMHOOKS_API const char *jemhooks_allocator_file(void);
+/* The environment variable that it takes its options from: "MALLOC_CONF", or "JE_MALLOC_CONF" where its functions have the prefix
+ * je_; "" if that is no jemalloc. */
+JEMHOOKS_API const char *jemhooks_allocator_options(void);
 
 /* ---- regions, keys, look-up ------------------------------------------------------------------------------------ */
 

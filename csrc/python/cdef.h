@@ -9,6 +9,7 @@ const char *jemhooks_version(void);
 const char *jemhooks_build_config(void);
 const char *jemhooks_allocator_version(void);
 const char *jemhooks_allocator_file(void);
+const char *jemhooks_allocator_options(void);
 size_t jemhooks_stranded_bytes(void);
 int jemhooks_notify_cache(const char *kind);
 void jemhooks_set_error(const char *format, ...);

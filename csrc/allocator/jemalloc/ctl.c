@@ -5,6 +5,7 @@
 #include "../../error.h"
 #include "../../module_file.h"
 
+#include <ctype.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -32,13 +33,16 @@ static const char *const names[JH_CTL_COUNT] = {
     [JH_CTL_HUGE_ALLOCATED] = "stats.arenas.0.huge.allocated",
 };
 
+#define AS_IS(name) #name
+#define REAL_NAME(function) AS_IS(function) /* with the prefix that this jemalloc has, or without */
+#define CALLED(function) {REAL_NAME(function), (void *)function}
+
 jh_features jh_jemalloc;
 static const struct {
     const char *name;
     void *function;
-} called[] = {{"mallocx", (void *)je_mallocx}, {"dallocx", (void *)je_dallocx}, {"sallocx", (void *)je_sallocx},
-              {"nallocx", (void *)je_nallocx}, {"xallocx", (void *)je_xallocx}, {"mallctl", (void *)je_mallctl},
-              {"mallctlnametomib", (void *)je_mallctlnametomib}, {"mallctlbymib", (void *)je_mallctlbymib}};
+} called[] = {CALLED(je_mallocx), CALLED(je_dallocx), CALLED(je_sallocx), CALLED(je_nallocx), CALLED(je_xallocx),
+              CALLED(je_mallctl), CALLED(je_mallctlnametomib), CALLED(je_mallctlbymib)};
 static struct {
     const char *file, *other; /* where they are from; of another file than the first: none, if all is well */
     size_t first, odd;
@@ -61,6 +65,12 @@ static bool option(const char *name) {
     return !je_mallctl(name, &value, &size, NULL, 0) && value;
 }
 
+int64_t jh_ctl_option(const char *name, int64_t otherwise) {
+    ssize_t value = otherwise;
+    size_t size = sizeof value;
+    return je_mallctl(name, &value, &size, NULL, 0) ? otherwise : value;
+}
+
 static const char *string_option(const char *name, const char *otherwise) {
     const char *value = otherwise;
     size_t size = sizeof value;
@@ -73,6 +83,15 @@ static void load_version(void) {
     const char *all = string_option("version", "unknown"), *commit = strstr(all, "-0-g");
     snprintf(text, sizeof text, "%.*s", (int)(commit ? (size_t)(commit - all) : strlen(all)), all);
     jh_jemalloc.version = text;
+}
+
+/* A jemalloc whose functions have a prefix has it in capitals before this, too. */
+static void load_options_name(void) {
+    static char text[80];
+    int prefix = (int)(strlen(REAL_NAME(je_mallocx)) - strlen("mallocx"));
+    int n = snprintf(text, sizeof text, "%.*sMALLOC_CONF", prefix, REAL_NAME(je_mallocx));
+    for (int i = 0; i < n && text[i]; i++) text[i] = (char)toupper((unsigned char)text[i]);
+    jh_jemalloc.options = text;
 }
 
 /* What jemalloc 4 is like; 0 chunk: it is no jemalloc 4. */
@@ -106,6 +125,7 @@ static void find_files(void) {
 
 static void load(void) {
     jh_jemalloc.version = "unknown";
+    load_options_name();
     find_files();
     if (from.other) return;
     load_version();
@@ -120,10 +140,9 @@ static void load(void) {
     jh_jemalloc.bounds_growth = mibs[JH_CTL_GROW_LIMIT].depth;
     load_chunks();
     jh_growth_start();
-    ssize_t uaf = -1; /* from 5.3 on, freed blocks may be filled to detect their use */
-    size_t size = sizeof uaf;
-    if (je_mallctl("opt.lg_san_uaf_align", &uaf, &size, NULL, 0)) uaf = -1;
-    jh_jemalloc.touches = strcmp(string_option("opt.junk", "false"), "false") || option("opt.zero") || option("config.debug") || uaf >= 0;
+    bool detects_use = jh_ctl_option("opt.lg_san_uaf_align", -1) >= 0; /* from 5.3 on, by filling freed blocks */
+    bool junk = strcmp(string_option("opt.junk", "false"), "false");
+    jh_jemalloc.touches = junk || detects_use || option("opt.zero") || option("config.debug");
 }
 
 int jh_ctl_load(void) {
@@ -138,7 +157,7 @@ int jh_ctl_load(void) {
                        "4.5", jh_jemalloc.version);
     if (!jh_jemalloc.zeroes && option("opt.zero"))
         return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOTSUP, "jemalloc %s with opt.zero clears memory behind the hooks' back; remove "
-                       "zero:true from MALLOC_CONF or install jemalloc 5.3", jh_jemalloc.version);
+                       "zero:true from %s or install jemalloc 5.3", jh_jemalloc.version, jh_jemalloc.options);
     return 0;
 }
 
@@ -169,4 +188,9 @@ const char *jemhooks_allocator_version(void) {
 const char *jemhooks_allocator_file(void) {
     pthread_once(&once, load);
     return from.file ? from.file : "";
+}
+
+const char *jemhooks_allocator_options(void) {
+    pthread_once(&once, load);
+    return jh_jemalloc.options;
 }

@@ -28,7 +28,7 @@ int jh_heap_prepare(jh_space *space) {
     if (rc) return rc;
     if (!space->provider->host_accessible && jh_jemalloc.touches)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOTSUP, "arena '%s': jemalloc's options junk, zero or lg_san_uaf_align write to all "
-                       "memory, and the host cannot touch this; remove them from MALLOC_CONF", space->rails.name);
+                       "memory, and the host cannot touch this; remove them from %s", space->rails.name, jh_jemalloc.options);
     if (!space->provider->host_accessible && jh_jemalloc.chunk)
         return jh_fail(JEMHOOKS_ERROR_CONFIG, ENOTSUP, "arena '%s': jemalloc %s keeps records in the memory that it hands out, and the "
                        "host cannot touch this; use jemalloc 5", space->rails.name, jh_jemalloc.version);

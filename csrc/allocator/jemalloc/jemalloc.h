@@ -37,6 +37,7 @@ enum jh_ctl {
 
 typedef struct jh_features {
     const char *version;
+    const char *options;    /* the environment variable that has them                                        */
     bool retain;            /* opt.retain: jemalloc keeps address space and asks in growing steps            */
     bool zeroes;            /* it clears memory with the hooks' knowledge (5.3 and later)                    */
     bool metadata_apart;    /* an arena's metadata must not come by the hooks: they could not tell it from extents */
@@ -55,6 +56,8 @@ extern jh_features jh_jemalloc;
 int jh_ctl_load(void);
 /* mallctl on arena `index`: 0 or -errno; -ENOENT where this jemalloc lacks the control. */
 int jh_ctl_arena(enum jh_ctl ctl, unsigned index, void *old, size_t *old_size, void *new, size_t new_size);
+/* A numerical option, which all are size_t or ssize_t; `otherwise` where this jemalloc lacks it. */
+int64_t jh_ctl_option(const char *name, int64_t otherwise);
 /* A numerical statistic of arena `index`, as of the last jh_ctl_epoch(); 0 where it is lacking. */
 size_t jh_ctl_stat(enum jh_ctl ctl, unsigned index);
 void jh_ctl_epoch(void);

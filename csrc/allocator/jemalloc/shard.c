@@ -55,19 +55,12 @@ static int set(const jh_shard *shard, enum jh_ctl ctl, const char *what, int64_t
                    (long long)value, what, strerror(-rc));
 }
 
-static int64_t option(const char *name) {
-    ssize_t value = -1;
-    size_t size = sizeof value;
-    je_mallctl(name, &value, &size, NULL, 0);
-    return value;
-}
-
 /* jemalloc 4 decays in seconds, or, by default, not at all: heap.c then purges. Its arena may have been another one's, with other times. */
 static int set_seconds(const jh_shard *shard, int64_t ms) {
     bool standard = ms == JEMHOOKS_DECAY_DEFAULT;
     if (!jh_jemalloc.decays)
-        return set(shard, JH_CTL_DIRTY_MULT, "lg_dirty_mult", ms < 0 && !standard ? -1 : option("opt.lg_dirty_mult"));
-    return set(shard, JH_CTL_DECAY_TIME, "decay_time", standard ? option("opt.decay_time") : ms < 0 ? -1 : (ms + 999) / 1000);
+        return set(shard, JH_CTL_DIRTY_MULT, "lg_dirty_mult", ms < 0 && !standard ? -1 : jh_ctl_option("opt.lg_dirty_mult", -1));
+    return set(shard, JH_CTL_DECAY_TIME, "decay_time", standard ? jh_ctl_option("opt.decay_time", -1) : ms < 0 ? -1 : (ms + 999) / 1000);
 }
 
 static int adjust(const jh_shard *shard, const jemhooks_config *config) {
