@@ -214,7 +214,7 @@ CHURN += """
                         scribble(int(r["base"]), int(r["base"] + r["length"]))
             if step % 40 == 39:
                 arena.trim()
-        assert again > steps // 2, "most blocks lie where others did, or this shows nothing"
+        assert again > steps // 3, "many blocks lie where others did, or this shows nothing"
 
     def all_ways(steps, limited):
         for decay in (0, None, -1):

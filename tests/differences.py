@@ -30,8 +30,8 @@ TELLS_NOTHING = Difference(
     ("test_arena.py::test_decay[None]", "test_arena.py::test_decay[1000]"),
 )
 RECORDS = Difference(
-    "keeps records in the memory, which a peer here overwrites, and takes up all memory before it uses any again",
-    "ended with -11|most blocks lie where others did",
+    "keeps records in the memory, which a peer here overwrites, or takes up all memory before it uses any again",
+    "ended with -11|many blocks lie where others did",
     (
         "test_conformance.py::test_zeroes_where_others_wrote",
         "test_conformance.py::test_zeroes_with_all_memory_locked",
@@ -81,7 +81,7 @@ EXPECTED = {
             )
         ),
         Difference(
-            "has chunk hooks; test_jemalloc_4 notices their faults",
+            "has chunk hooks, without this rule or without need of it; test_jemalloc_4 is about theirs",
             "not noticed|noticed for another reason",
             tuple(
                 f"test_contract.py::test_fault_is_noticed[{fault}]"
@@ -101,7 +101,7 @@ EXPECTED = {
             ),
         ),
         Difference(
-            "has chunk hooks; test_jemalloc_4 notices their faults",
+            "has chunk hooks, which come to this less often; test_jemalloc_4 is about them",
             "not noticed|noticed for another reason",
             tuple(
                 f"test_contract.py::test_fault_is_noticed[{fault}]"
@@ -110,9 +110,9 @@ EXPECTED = {
             always=False,
         ),
         Difference(
-            "keeps an empty chunk until another is, so that its region is idle later",
-            "the region that became idle last was evicted first",
-            ("test_contract.py::test_budgets",),
+            "keeps an empty chunk until another is, with its records, so that its region is idle later",
+            "the region that became idle last was evicted first|left behind: 0 descriptors, 16384 bytes",
+            ("test_contract.py::test_budgets", "test_examples.py::test_shared_kv"),
         ),
         Difference(
             "has no opt.retain",
@@ -185,7 +185,6 @@ EXPECTED = {
         TELLS_NOTHING,
         RECORDS,
         RECORDS_ON_A_DEVICE,
-        RECORDS._replace(tests=("test_conformance.py::test_zeroes_while_forked_children_live",)),
         Difference(
             "takes 1 MiB of memory and a page at a time, four times in a row",
             "takes 1052672 bytes at a time|no room for|no memory for|most of the range can be used",
@@ -278,7 +277,7 @@ EXPECTED = {
         Difference(
             "takes memory in pieces of 32 MiB, on multiples of it, and says so",
             "takes 33554432 bytes at a time|one region of 33554432 bytes|have at least 33554432|no room for|"
-            "no memory for|to register 33554432 bytes",
+            "no memory for|to register 33554432 bytes|there was room, or something to evict",
             (
                 "test_ahead.py::test_pinned_ahead_within_the_budget",
                 "test_arena.py::test_a_failed_growth_does_not_grow_on",
@@ -301,6 +300,7 @@ EXPECTED = {
                 "test_null.py::test_max_mr_size_bounds_regions",
                 "test_null.py::test_rail_that_can_neither_be_made_nor_undone",
                 "test_null.py::test_stranded_fixed_memory_is_kept",
+                "test_policy.py::test_policy",
                 "test_properties.py::test_any_number_is_found_or_not",
                 "test_properties.py::test_anything",
                 "test_providers.py::test_fixed_by_address_needs_no_object",
