@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from allocator import PIECE
 
 import jemhooks as jh
 
@@ -262,3 +263,17 @@ def test_block_larger_than_a_registration() -> None:
         assert jh.key(block).length == 1 << 20, "a smaller one is registered"
     with jh.Null(max_mr_size=5000) as tiny, pytest.raises(jh.ConfigError, match=r"at most 5000 bytes"):
         jh.Arena(tiny, provider=jh.Fixed(bytearray(1 << 20)))
+
+
+def test_less_than_the_allocator_takes_at_a_time() -> None:
+    """A registrar or a budget that could never register a region is refused at once; what is just enough works."""
+    said = rf"at most {PIECE - 1} bytes at a time, and regions of this anonymous provider have at least {PIECE}"
+    with jh.Null(max_mr_size=PIECE - 1) as null, pytest.raises(jh.ConfigError, match=said):
+        jh.Arena(null)
+    with jh.Null(max_mr_size=PIECE) as null, jh.Arena(null) as arena:
+        assert jh.key(arena.block(100)).length == 100
+    least = max(PIECE, 2 << 20)  # no region begins smaller than 2 MiB
+    with jh.Null() as null, pytest.raises(jh.ConfigError, match=f"no room for one region of {least} bytes on 1 rails"):
+        jh.Arena(null, pin_limit=least - 1)
+    with jh.Null() as null, jh.Arena(null, pin_limit=least) as arena:
+        assert jh.key(arena.block(100)).length == 100
