@@ -70,6 +70,26 @@ static void churn(void) {
     figure("arenas", (double)arenas);
 }
 
+static void *come_and_go(void *arg) {
+    for (long i = 0; i < (long)(intptr_t)arg; i++) {
+        jemhooks_arena *a = arena_on(NULL, NULL, 0);
+        void *p = must_have(jemhooks_alloc(a, 100), "block");
+        region_at(a, p);
+        MUST(jemhooks_free(p));
+        arena_end(a);
+    }
+    return NULL;
+}
+
+/* No arena gets another's memory, though its number was that of one which is just being destroyed. */
+static void side_by_side(void) {
+    enum { THREADS = 4 };
+    pthread_t thread[THREADS];
+    long arenas = option("arenas", 10000);
+    for (int i = 0; i < THREADS; i++) thread[i] = start_thread(come_and_go, (void *)(intptr_t)arenas);
+    for (int i = 0; i < THREADS; i++) join_thread(thread[i]);
+}
+
 /* ---- threads ----------------------------------------------------------------------------------------------------- */
 
 enum { CROWD = 16 };
@@ -273,6 +293,7 @@ static void bound(void) {
 int main(int argc, char **argv) {
     static const test_case cases[] = {{"bound", bound}, /* first, before numbers of destroyed arenas are used again */
                                       {"churn", churn},
+                                      {"side_by_side", side_by_side},
                                       {"visitors", visitors},
                                       {"late_exit", late_exit},
                                       {"many_caches", many_caches},

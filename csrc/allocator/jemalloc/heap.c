@@ -11,8 +11,9 @@
 #define LG_PAGE 12
 #define DECAY 10000000000u /* ns: jemalloc's own default is 10 s */
 
-/* Before 5.3 jemalloc merges an ending arena's statistics without its control lock, so two ends, or an end and an epoch, at
- * once crash. Held around jemalloc's calls, never taken in a hook. */
+/* Before 5.3 jemalloc merges an ending arena's statistics, and lists its index to be used again, without its control lock: two
+ * ends, or an end and an epoch, at once crash, and beside an end two new arenas can get one index, so that one has the other's
+ * hooks. Held around jemalloc's calls, never taken in a hook. */
 static pthread_mutex_t ends = PTHREAD_MUTEX_INITIALIZER;
 
 static void in_child(void) {
@@ -128,11 +129,11 @@ int jh_heap_create(jh_space *space, const jemhooks_config *config, jh_heap **hea
         free(h);
         return jh_fail(JEMHOOKS_ERROR_MEMORY, -rc, "arena '%s': there are 4,095 arenas already; destroy some", space->rails.name);
     }
-    for (; h->shards < config->shards; h->shards++)
-        if ((rc = jh_shard_start(&h->shard[h->shards], space, config))) {
-            end_shards(h);
-            return rc;
-        }
+    pthread_mutex_lock(&ends);
+    while (h->shards < config->shards && !(rc = jh_shard_start(&h->shard[h->shards], space, config))) h->shards++;
+    if (rc) end_shards(h);
+    pthread_mutex_unlock(&ends);
+    if (rc) return rc;
     if (space->provider->regions && h->shards == 1 && jh_jemalloc.retain && !jh_jemalloc.chunk && !JH_FAULT(unseeded)) seed(h);
     *heap = h;
     return 0;
