@@ -171,3 +171,13 @@ void jh_pages_give_back(jh_pages *p, size_t first, size_t n) {
         if (given_back(p, a, b)) change(p->stale_bits, a, b, false);
     }
 }
+
+void jh_pages_unreserve(jh_pages *p, size_t first, size_t n) {
+    size_t unit = p->provider->page / JH_PAGE;
+    if (!p->provider->ops.give_back || JH_FAULT(unreserve_skipped)) return;
+    for (size_t end = first + n, a = first, b; (a = seek(p->committed_bits, a, end, false)) < end; a = b) {
+        b = seek(p->committed_bits, a, end, true);
+        size_t from = (a + unit - 1) / unit * unit, to = b / unit * unit;
+        if (from < to && given_back(p, from, to)) change(p->stale_bits, from, to, false);
+    }
+}

@@ -52,6 +52,8 @@ void jh_pages_mark_uncommitted(jh_pages *p);
 /* Gives stale pages of the range back to the provider, or all of the region but the allocator's own pages, if no others are
  * committed (pinning or a huge page may have populated pages never used). What did not go stays stale. */
 void jh_pages_give_back(jh_pages *p, size_t first, size_t n);
+/* Gives back what a refused reservation of the range may have got; never pages that are committed. */
+void jh_pages_unreserve(jh_pages *p, size_t first, size_t n);
 
 /* Bytes that keep the region busy. May be called unlocked. */
 static inline size_t jh_pages_busy(const jh_pages *p) {

@@ -85,7 +85,8 @@ static int enter(jh_region *r, void *base, size_t length) {
 static int reserve_new(jh_space *s, jh_pages *p) {
     if (!atomic_load(&s->starved)) return 0;
     int rc = jh_pages_reserve(p, 0, p->count);
-    if (!rc) atomic_store(&s->starved, false);
+    if (rc) jh_pages_unreserve(p, 0, p->count);
+    else atomic_store(&s->starved, false);
     return rc;
 }
 
@@ -202,6 +203,7 @@ static bool commit(jh_region *r, void *address, size_t length, bool own) {
     pthread_mutex_lock(&g->pages.lock);
     int err = -jh_pages_reserve(&g->pages, first, n);
     if (err) {
+        if (jh_state(g->hot) == JEMHOOKS_MAPPED) jh_pages_unreserve(&g->pages, first, n);
         pthread_mutex_unlock(&g->pages.lock);
         atomic_store(&r->space->map_error, err);
         atomic_store(&r->space->starved, true);

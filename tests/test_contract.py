@@ -320,6 +320,8 @@ FAULTS = [
     # no page is used before there is room for it
     fault("reserve_skipped", "full case=at_growth", "full", dies_of=CRASH),
     fault("reserve_skipped", "full case=eager", "eager", conf="retain:false", dies_of=CRASH),
+    # and what is refused takes no room
+    fault("unreserve_skipped", "full case=refused_whole", "room"),
     # jemalloc 4: what it takes for uncommitted is, and the records in a chunk and its other runs do not keep it
     fault("decommit_refused", "chunks case=spare", "idle"),
     fault("dalloc_stays_committed", "chunks ops=10000", "idle"),

@@ -21,6 +21,7 @@ static struct {
     size_t mapped;                       /* bytes                                  */
     size_t room;                         /* pages that are left                    */
     size_t refusals;
+    bool keeps;                          /* what is unmapped keeps its pages, as in a file */
     unsigned char reserved[WINDOW / PAGE];
 } disk;
 
@@ -45,24 +46,26 @@ static int disk_give_back(void *self, void *tenant, const jemhooks_mapping *m, s
 }
 
 static void disk_unmap(void *self, void *tenant, const jemhooks_mapping *m) {
-    disk_give_back(self, tenant, m, 0, m->length);
+    if (!disk.keeps) disk_give_back(self, tenant, m, 0, m->length);
     disk.mapped -= m->length;
     size_t end = ((size_t)((char *)m->base - disk.base) + m->length + SLOT - 1) & ~(SLOT - 1);
     if (end == disk.at) disk.at = (size_t)((char *)m->base - disk.base); /* what was just refused leaves no trace */
     if (!disk.mapped) disk.at = 0;
 }
 
+/* A refused call leaves the pages that there was room for, as in ext4. */
 static int disk_reserve(void *self, void *tenant, const jemhooks_mapping *m, size_t at, size_t length) {
     char *base = (char *)m->base + at;
-    size_t first = (size_t)(base - disk.base) / PAGE, end = first + length / PAGE, wanted = 0;
+    size_t i = (size_t)(base - disk.base) / PAGE, end = i + length / PAGE;
     (void)self, (void)tenant;
-    for (size_t i = first; i < end; i++) wanted += !disk.reserved[i];
-    if (wanted > disk.room) {
+    for (; i < end && (disk.reserved[i] || disk.room); i++) {
+        disk.room -= !disk.reserved[i];
+        disk.reserved[i] = 1;
+    }
+    if (i < end) {
         disk.refusals++;
         return -ENOSPC;
     }
-    disk.room -= wanted;
-    memset(disk.reserved + first, 1, end - first);
     return mprotect(base, length, PROT_READ | PROT_WRITE) ? -errno : 0;
 }
 
@@ -202,6 +205,26 @@ static void refused_often(void) {
     disk_close(provider, DISK);
 }
 
+/* What is refused takes no room: neither in a region that there is, nor in one that is not made for it. */
+static void refused_whole(void) {
+    jemhooks_provider *provider = disk_open(8 * MIB);
+    jemhooks_arena *arena = disk_arena(provider, NULL, JEMHOOKS_NONE);
+    disk.keeps = true;
+    block[0] = must_have(jemhooks_alloc(arena, BLOCK), "block");
+    size_t room = disk.room;
+    for (int i = 0; i < 20; i++) {
+        char *p = jemhooks_alloc(arena, i % 2 ? 6 * MIB : 16 * MIB);
+        MUST(jemhooks_free(p));
+        MUST(jemhooks_trim(arena, NULL));
+        if (!CHECK("room", disk.room == room, "after %d refusals there is room for %zu pages, %zu before", (int)disk.refusals, disk.room, room)) break;
+    }
+    CHECK("setup", disk.refusals >= 10, "only %zu refusals", disk.refusals);
+    MUST(jemhooks_free(block[0]));
+    disk.keeps = false;
+    arena_end(arena);
+    disk_close(provider, 8 * MIB);
+}
+
 /* Others fill the disk after pages were given back, with and without registered regions. */
 static void mid_life(void) {
     for (int registered = 0; registered < 2; registered++) {
@@ -328,7 +351,7 @@ static void share(void) {
 }
 
 static const test_case cases[] = {{"at_creation", at_creation}, {"at_growth", at_growth}, {"mid_life", mid_life},
-                                  {"refused_often", refused_often},
+                                  {"refused_often", refused_often}, {"refused_whole", refused_whole},
                                   {"eager", eager},             {"share", share},         {NULL, NULL}};
 
 int main(int argc, char **argv) {

@@ -52,7 +52,10 @@ def _takes_long(item: pytest.Item) -> bool:
     test, _, kind = item.name.rstrip("]").partition("[")
     if item.path.name == "test_conformance.py":
         return kind in QUICK and test not in QUICK[kind]
-    return item.path.name == "test_full_disks.py" and (test != "test_full_and_filled_by_others" or "file" in kind)
+    quick = test == "test_what_is_refused_takes_no_room" or (
+        test == "test_full_and_filled_by_others" and "file" not in kind
+    )
+    return item.path.name == "test_full_disks.py" and not quick
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

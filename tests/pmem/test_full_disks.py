@@ -87,6 +87,25 @@ def test_full_and_filled_by_others(mounted: Callable[[str], str], source: str) -
 
 
 @SOURCES
+def test_what_is_refused_takes_no_room(mounted: Callable[[str], str], source: str) -> None:
+    """A file system that refuses a reservation may have made a part of it."""
+    mounted(
+        f"""
+        mount(8 * MiB)
+        with jh.Arena(provider={source}, region_max="4MiB", dirty_decay_ms=0, muzzy_decay_ms=0) as arena:
+            first = arena.zeros(100_000, "u1")
+            room = os.statvfs(place).f_bfree
+            for nbytes in (9 * MiB, 20 * MiB, 9 * MiB, 20 * MiB):
+                refused(jh.AllocationError, "make room in its file system", lambda: arena.zeros(nbytes, "u1"))
+                left = os.statvfs(place).f_bfree
+                assert left > room - 64, f"after {{nbytes}} bytes were refused there are {{left}} blocks, {{room}} before"
+            assert arena.zeros(MiB, "u1").nbytes == MiB
+            del first
+        """
+    )
+
+
+@SOURCES
 def test_bytes_reach_the_medium_of_a_full_file_system(mounted: Callable[[str], str], source: str) -> None:
     """The file is in many pieces, which the file system must describe somewhere, too, when it writes them."""
     mounted(
