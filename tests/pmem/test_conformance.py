@@ -23,7 +23,7 @@ BOUNDED = [
     Kind("devdax", "jh.DevDax('/dev/dax0.0')", limit=124 * MiB, hurry=5),
     Kind("devdax, shared", "jh.DevDax('/dev/dax0.0', shared=True)", limit=124 * MiB, hurry=5),
     Kind("memfd of huge pages", "jh.Memfd(hugetlb='2MiB')", limit=SIZE, hurry=5),
-    Kind("file on fsdax", "jh.File(f'{place}/file', size)", "/run/fsdax", hurry=5),
+    Kind("file on fsdax", "jh.File(f'{place}/file', size)", "/run/fsdax", hurry=40),
 ]
 
 

@@ -98,7 +98,7 @@ def test_what_is_refused_takes_no_room(mounted: Callable[[str], str], source: st
             for nbytes in (9 * MiB, 20 * MiB, 9 * MiB, 20 * MiB):
                 refused(jh.AllocationError, "make room in its file system", lambda: arena.zeros(nbytes, "u1"))
                 left = os.statvfs(place).f_bfree
-                assert left > room - 64, f"after {{nbytes}} bytes were refused there are {{left}} blocks, {{room}} before"
+                assert left > room - 64, f"after {{nbytes}} bytes were refused {{left}} of {{room}} blocks are left"
             assert arena.zeros(MiB, "u1").nbytes == MiB
             del first
         """
