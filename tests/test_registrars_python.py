@@ -299,7 +299,7 @@ def test_a_registrar_may_use_other_memory() -> None:
 
     with jh.Null() as null, jh.Arena(null) as other:
         registrar = Nested(other)
-        with jh.Arena(registrar) as arena:
+        with jh.Arena(registrar, region_min="4MiB", region_max="4MiB") as arena:
             blocks = [arena.block("3MiB") for _ in range(5)]
             assert [jh.key(b).lkey for b in blocks] == [1, 2, 3, 4, 5]
             assert [k[0] for k in registrar.kept] == [0, 1, 2, 3, 4]

@@ -89,7 +89,7 @@ def test_the_callers_context(context: int, wrap: Callable[[int], Any]) -> None:
     with jh.Ucx(wrap(context)) as ucx:
         assert ucx.info().context == context
         assert not ucx.info().own
-        with jh.Arena(ucx) as arena:
+        with jh.Arena(ucx, region_min="4MiB", region_max="4MiB") as arena:
             blocks = [arena.block("3MiB") for _ in range(5)]
             assert len({jh.key(block).lkey for block in blocks}) == 5, "regions share a memory handle"
             assert all(len(jh.packed_key(block)) >= 9 for block in blocks)

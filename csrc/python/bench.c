@@ -79,8 +79,8 @@ int jh_bench_blocks(size_t size, size_t iterations, int rounds, double *ns) {
     if (!find_jemalloc()) return jemhooks_set_error("no jemalloc is found to compare with"), -ENOENT;
     int rc = jemhooks_arena_create(&config, &arena);
     if (rc) return rc;
-    if (je.mallctl("tcache.create", &tcache, &n, NULL, 0) ||
-        (je.mallctl("arenas.create", &index, &n, NULL, 0) && je.mallctl("arenas.extend", &index, &n, NULL, 0))) { /* 5.x, 4.x */
+    if ((je.mallctl("arenas.create", &index, &n, NULL, 0) && je.mallctl("arenas.extend", &index, &n, NULL, 0)) || /* 5.x, 4.x */
+        je.mallctl("tcache.create", &tcache, &n, NULL, 0)) {
         jemhooks_arena_destroy(arena);
         return jemhooks_set_error("jemalloc gives no arena or no thread cache to compare with"), -EAGAIN;
     }

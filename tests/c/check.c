@@ -360,7 +360,8 @@ void check_idle(jemhooks_arena *arena, bool pages_too) {
     CHECK("idle", busy <= spare, "%zu of %zu regions are busy after everything was freed and trimmed", busy, count);
     CHECK("idle", registered <= spare, "%zu of %zu regions are registered after everything was freed and trimmed", registered,
           count);
-    CHECK("resident", !resident || (spare && (busy || resident <= spare * records() / PAGE)), "%zu pages of idle regions are still in memory", resident);
+    CHECK("resident", !resident || (spare && (busy || resident <= spare * records() / PAGE)),
+          "%zu pages of idle regions are still in memory", resident);
     free(r);
 }
 

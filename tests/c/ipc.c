@@ -102,7 +102,7 @@ static void forged(void) {
     jemhooks_ipc_handle good;
     jemhooks_ipc_block block;
     dice d = {(uint64_t)option("seed", 1)};
-    long opened = 0, closed = 0;
+    long opened = 0, read = 0;
     MUST(jemhooks_ipc_export(p, SIZE, 0, &good));
     for (long i = 0; i < option("rounds", 200) * 20; i++) {
         jemhooks_ipc_handle h = good;
@@ -114,8 +114,8 @@ static void forged(void) {
         jemhooks_ipc_set_cache(roll_below(&d, 2));
         int rc = jemhooks_ipc_open(&h, 0, &block);
         if (!rc) {
-            const volatile char *bytes = block.base;
-            closed += bytes[0] + bytes[block.length - 1];
+            const volatile unsigned char *bytes = block.base;
+            read += bytes[0] + bytes[block.length - 1];
             CHECK("region", (char *)block.base >= (char *)block.region && block.length <= block.region_length &&
                   (char *)block.base - (char *)block.region <= (ptrdiff_t)(block.region_length - block.length),
                   "a forged handle reaches beyond its region");
@@ -125,7 +125,7 @@ static void forged(void) {
             CHECK("refused", *jemhooks_last_error(), "refused without a word");
         }
     }
-    CHECK("setup", opened > 10 && closed >= 0, "only %ld were opened", opened);
+    CHECK("setup", opened > 10 && read >= 0, "only %ld were opened", opened);
     MUST(jemhooks_free(p));
     arena_end(arena);
     check_nothing_mapped("forged");

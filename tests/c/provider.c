@@ -436,10 +436,10 @@ static void bad_ops(void) {
     jemhooks_provider_close(NULL);
 }
 
-static const test_case cases[] = {{"complete", complete},       {"order", order},         {"kept", kept},             {"beside", beside},
-                                  {"solid", solid},             {"threads", threads},     {"enter_fails", enter_fails},
-                                  {"map_fails", map_fails},     {"overlapping", overlapping}, {"map_lies", map_lies}, {"forked", forked}, {"flags", flags},
-                                  {"bad_ops", bad_ops},         {NULL, NULL}};
+static const test_case cases[] = {{"complete", complete}, {"order", order}, {"kept", kept}, {"beside", beside}, {"solid", solid},
+                                  {"threads", threads}, {"enter_fails", enter_fails}, {"map_fails", map_fails},
+                                  {"overlapping", overlapping}, {"map_lies", map_lies}, {"forked", forked}, {"flags", flags},
+                                  {"bad_ops", bad_ops}, {NULL, NULL}};
 
 int main(int argc, char **argv) {
     take_options(argc, argv);
