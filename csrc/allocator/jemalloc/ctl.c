@@ -5,7 +5,6 @@
 #include "../../error.h"
 #include "../../module_file.h"
 
-#include <ctype.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -89,8 +88,9 @@ static void load_version(void) {
 static void load_options_name(void) {
     static char text[80];
     int prefix = (int)(strlen(REAL_NAME(je_mallocx)) - strlen("mallocx"));
-    int n = snprintf(text, sizeof text, "%.*sMALLOC_CONF", prefix, REAL_NAME(je_mallocx));
-    for (int i = 0; i < n && text[i]; i++) text[i] = (char)toupper((unsigned char)text[i]);
+    snprintf(text, sizeof text, "%.*sMALLOC_CONF", prefix, REAL_NAME(je_mallocx));
+    for (char *c = text; *c; c++)
+        if (*c >= 'a' && *c <= 'z') *c = (char)(*c - 'a' + 'A');
     jh_jemalloc.options = text;
 }
 
