@@ -64,7 +64,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     difference = item.stash.get(DIFFERENCE, None)
     if difference and call.excinfo and hasattr(report, "wasxfail"):
-        said = "\n".join(re.findall("(?m)^E .*", report.longreprtext)) or report.longreprtext
+        said = "\n".join((str(call.excinfo.value), *re.findall("(?m)^E .*", report.longreprtext)))
         if not re.search(difference.says, said):
             del report.wasxfail
             report.outcome = "failed"
