@@ -105,7 +105,11 @@ EXPECTED = {
             "not noticed|noticed for another reason",
             tuple(
                 f"test_contract.py::test_fault_is_noticed[{fault}]"
-                for fault in ("decommit_refused-contract-true", "merge_across-contract-false")
+                for fault in (
+                    "decommit_refused-contract-true",
+                    "decommit_refused-contract-false",
+                    "merge_across-contract-false",
+                )
             ),
             always=False,
         ),

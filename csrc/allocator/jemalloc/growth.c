@@ -2,7 +2,8 @@
  * The lock of that tree is one that jemalloc's own fork handlers forget, in all of 5.x: a fork while another thread has it
  * leaves it locked in the child, which hangs as soon as it grows. Mostly jemalloc holds a lock around it that fork does wait
  * for. It does not with opt.retain off, nor when it asks anew after a refusal; then the thread holds `gate` from the hook
- * to the end of the allocation.
+ * to the end of the allocation. Thread caches lie in jemalloc's own arenas, whose hooks are not ours: it is held around their making
+ * and their end.
  * Concurrency: forks take `gate` for writing, before all of jemalloc's locks; so a hook waits for it only where jemalloc
  * holds none.                                                                                                        */
 #include "jemalloc.h"
@@ -36,6 +37,10 @@ void jh_growth_begins(void) {
     if (JH_FAULT(fork_in_growth)) return;
     if (jh_this_growth != JH_GROWTH_REFUSED && (jh_this_growth != JH_GROWTH_POSSIBLE || jh_jemalloc.retain)) return;
     /* The thread that forks has the gate already, should another library's handler allocate. */
+    if (!pthread_rwlock_rdlock(&gate)) jh_this_growth = JH_GROWTH_HELD;
+}
+
+void jh_growth_hold(void) {
     if (!pthread_rwlock_rdlock(&gate)) jh_this_growth = JH_GROWTH_HELD;
 }
 

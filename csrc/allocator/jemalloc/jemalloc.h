@@ -73,6 +73,8 @@ void jh_growth_start(void);
 /* In a hook that is asked for memory, and in one that gives none. */
 void jh_growth_begins(void);
 void jh_growth_refused(void);
+/* Before a call that is about memory of jemalloc's own arenas; jh_growth_leave() after it. */
+void jh_growth_hold(void);
 void jh_growth_ends(void);
 
 /* Around each call by which jemalloc may grow. */

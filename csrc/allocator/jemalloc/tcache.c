@@ -40,7 +40,9 @@ static void unlink_thread(jh_tcache *c) {
 }
 
 static void end(jh_tcache *c) {
+    jh_growth_hold();
     je_mallctl("tcache.destroy", NULL, NULL, &c->id, sizeof c->id);
+    jh_growth_leave();
     free(c);
 }
 
@@ -123,6 +125,7 @@ int jh_tcache_make(jh_heap *heap) {
     struct jh_thread_entry *entry = &t->entry[heap->slot];
     jh_tcache *c = malloc(sizeof *c);
     size_t size = sizeof c->id;
+    jh_growth_hold();
     pthread_mutex_lock(&lock);
     entry->serial = atomic_load(&heap->serial);
     entry->flags = flags;
@@ -134,6 +137,7 @@ int jh_tcache_make(jh_heap *heap) {
         c = NULL;
     }
     pthread_mutex_unlock(&lock);
+    jh_growth_leave();
     free(c);
     return entry->flags;
 }
