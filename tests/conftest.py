@@ -64,7 +64,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     difference = item.stash.get(DIFFERENCE, None)
     if difference and call.excinfo and hasattr(report, "wasxfail"):
-        said = "\n".join((str(call.excinfo.value), *re.findall("(?m)^E .*", report.longreprtext)))
+        lines = re.findall("(?m)^E .*", report.longreprtext) or [report.longreprtext]
+        said = "\n".join((str(call.excinfo.value), *lines))
         if not re.search(difference.says, said):
             del report.wasxfail
             report.outcome = "failed"
