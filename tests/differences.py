@@ -291,6 +291,7 @@ EXPECTED = {
             "a heap ends on the thread that made it, and range by range on multiples of 32 MiB",
             "mimalloc heap|most of the memory can be used",
             (
+                "test_concurrency.py::test_registrar_closed_in_the_middle",
                 "test_events.py::test_from_many_threads",
                 *(f"test_conformance.py::test_out_of_memory[{kind}]" for kind in FIXED),
             ),
