@@ -203,7 +203,7 @@ static bool commit(jh_region *r, void *address, size_t length, bool own) {
     pthread_mutex_lock(&g->pages.lock);
     int err = -jh_pages_reserve(&g->pages, first, n);
     if (err) {
-        if (jh_state(g->hot) == JEMHOOKS_MAPPED) jh_pages_unreserve(&g->pages, first, n);
+        if (jh_state(g->hot) == JEMHOOKS_MAPPED || JH_FAULT(unreserve_registered)) jh_pages_unreserve(&g->pages, first, n);
         pthread_mutex_unlock(&g->pages.lock);
         atomic_store(&r->space->map_error, err);
         atomic_store(&r->space->starved, true);

@@ -322,6 +322,7 @@ FAULTS = [
     fault("reserve_skipped", "full case=eager", "eager", conf="retain:false", dies_of=CRASH),
     # and what is refused takes no room
     fault("unreserve_skipped", "full case=refused_whole", "room"),
+    fault("unreserve_registered", "full case=refused_registered", "kept"),
     # jemalloc 4: what it takes for uncommitted is, and the records in a chunk and its other runs do not keep it
     fault("decommit_refused", "chunks case=spare", "idle"),
     fault("dalloc_stays_committed", "chunks ops=10000", "idle"),

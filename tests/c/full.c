@@ -227,6 +227,35 @@ static void refused_whole(void) {
     disk_close(provider, 8 * MIB);
 }
 
+/* A device may have any page of a registered region: what is refused there takes none away. */
+static void refused_registered(void) {
+    jemhooks_registrar *null = null_open(NULL);
+    jemhooks_config config = JEMHOOKS_CONFIG_INIT;
+    jemhooks_key key;
+    jemhooks_provider *provider = config.provider = disk_open(8 * MIB);
+    config.registrars = &null;
+    config.registrar_count = 1;
+    config.access = JEMHOOKS_REMOTE_READ; /* so that registering reserves nothing */
+    config.region_min = config.region_max = 8 * MIB;
+    config.dirty_decay_ms = config.muzzy_decay_ms = 0;
+    jemhooks_arena *arena = arena_of(&config);
+    block[0] = must_have(jemhooks_alloc(arena, BLOCK), "block");
+    char *freed = must_have(jemhooks_alloc(arena, MIB), "block");
+    MUST(jemhooks_get_key(block[0], &key));
+    MUST(jemhooks_free(freed));
+    MUST(jemhooks_trim(arena, NULL));
+    size_t room = disk.room;
+    disk.room = 0;
+    for (int i = 0; i < 10; i++) CHECK("full", !jemhooks_alloc(arena, MIB + MIB / 2), "there is a block without room for it");
+    CHECK("setup", disk.refusals, "nothing was refused");
+    CHECK("kept", !disk.room, "%zu pages of a registered region were given back", disk.room);
+    disk.room += room;
+    MUST(jemhooks_free(block[0]));
+    arena_end(arena);
+    disk_close(provider, 8 * MIB);
+    jemhooks_registrar_close(null);
+}
+
 /* Others fill the disk after pages were given back, with and without registered regions. */
 static void mid_life(void) {
     for (int registered = 0; registered < 2; registered++) {
@@ -356,6 +385,7 @@ static void share(void) {
 
 static const test_case cases[] = {{"at_creation", at_creation}, {"at_growth", at_growth}, {"mid_life", mid_life},
                                   {"refused_often", refused_often}, {"refused_whole", refused_whole},
+                                  {"refused_registered", refused_registered},
                                   {"eager", eager},             {"share", share},         {NULL, NULL}};
 
 int main(int argc, char **argv) {

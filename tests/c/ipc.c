@@ -102,7 +102,7 @@ static void forged(void) {
     jemhooks_ipc_handle good;
     jemhooks_ipc_block block;
     dice d = {(uint64_t)option("seed", 1)};
-    long opened = 0, read = 0;
+    long opened = 0;
     MUST(jemhooks_ipc_export(p, SIZE, 0, &good));
     for (long i = 0; i < option("rounds", 200) * 20; i++) {
         jemhooks_ipc_handle h = good;
@@ -115,7 +115,7 @@ static void forged(void) {
         int rc = jemhooks_ipc_open(&h, 0, &block);
         if (!rc) {
             const volatile unsigned char *bytes = block.base;
-            read += bytes[0] + bytes[block.length - 1];
+            (void)bytes[0], (void)bytes[block.length - 1];
             CHECK("region", (char *)block.base >= (char *)block.region && block.length <= block.region_length &&
                   (char *)block.base - (char *)block.region <= (ptrdiff_t)(block.region_length - block.length),
                   "a forged handle reaches beyond its region");
@@ -125,7 +125,7 @@ static void forged(void) {
             CHECK("refused", *jemhooks_last_error(), "refused without a word");
         }
     }
-    CHECK("setup", opened > 10 && read >= 0, "only %ld were opened", opened);
+    CHECK("setup", opened > 10, "only %ld were opened", opened);
     MUST(jemhooks_free(p));
     arena_end(arena);
     check_nothing_mapped("forged");
